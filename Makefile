@@ -1,0 +1,41 @@
+# Every target prints the command that it runs. See README.md.
+
+PYTHON ?= python3
+TP ?= 8
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help setup demo test check format artifacts bench-build clean
+
+help: ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(READY) ## Make .venv with pinned versions
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[build,generate,dev]'
+	mkdir -p .links/dsv2mk && for d in artifacts kernel manifests pipeline runner; do ln -sfn ../../$$d .links/dsv2mk/$$d; done
+	touch $(READY)
+
+demo: $(READY) ## Synthesise a small checkpoint, build it for 2 ranks, decode 16 tokens
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/demo.sh
+
+test: $(READY) ## Run all tests
+	$(BIN)/python -m pytest tests
+
+check: $(READY) ## Format and lint, types, and the fast half of the tests
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/python -m pytest tests -m 'not slow'
+
+format: $(READY) ## Format the code
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+artifacts: $(READY) ## Build an artifact: make artifacts SNAPSHOT=... TP=8 OUT=...
+	$(BIN)/dsv2mk build $(SNAPSHOT) --tp $(TP) --out $(or $(OUT),$(error OUT is not set: make artifacts SNAPSHOT=... TP=8 OUT=...))
+
+bench-build: $(READY) ## Measure the build against the plain way and a plain copy
+	$(BIN)/python tests/bench_build.py
+
+clean: ## Remove everything that make made
+	rm -rf .venv .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

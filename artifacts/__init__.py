@@ -1,0 +1,1 @@
+"""Bytes at rest: safetensors container, chunk hashes, build journal, and checks of an artifact."""

@@ -1,0 +1,100 @@
+"""What a build would make of a snapshot: sizes, memory, disk. No tensor data is read."""
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dsv2mk.artifacts.container import encode_header
+from dsv2mk.manifests.geometry import units_of
+from dsv2mk.manifests.layout import PARTS, RankLayout, group_layout
+from dsv2mk.manifests.scheme import BLOCK
+from dsv2mk.manifests.topology import Topology
+from dsv2mk.pipeline.build import disk_bytes, safety_margin
+from dsv2mk.pipeline.snapshot import BAND_BYTES, Snapshot
+
+#: Resident memory of a build before its first worker, interpreter and libraries: an upper bound.
+_BASE_BYTES = 600_000_000
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RankPlan:
+    """One rank of a plan."""
+
+    rank: int
+    files: list[str]
+    file_bytes: int
+    units: int
+    token_bytes: int  # weight bytes that a decoded token reads, in the mean over routing
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Plan:
+    """What would be built."""
+
+    input_bytes: int
+    input_files: int
+    input_fp8: bool
+    ranks: list[RankPlan]
+    group_bytes: int
+    disk_bytes: int
+    disk_margin: int
+    disk_free: int
+    worker_bytes: int  # upper bound of the memory of one worker
+    base_bytes: int  # upper bound of what the process takes beside its workers
+    cache_bytes_per_position: int  # bf16, on every rank
+
+    def to_json(self) -> dict[str, object]:
+        """As `--json` prints it."""
+        return asdict(self)
+
+
+def make_plan(snapshot: Snapshot, ranks: int, out: Path) -> Plan:
+    """Plan a build to `out`, whose file system is asked for its free space.
+
+    Raises InputError if the geometry cannot be dealt to that many ranks.
+    """
+    g = snapshot.geometry
+    layouts = group_layout(g, Topology(ranks=ranks))
+    place = out.resolve()
+    while not place.exists():
+        place = place.parent
+    planned = [_plan_rank(layout) for layout in layouts]
+    return Plan(
+        input_bytes=snapshot.nbytes,
+        input_files=len(snapshot.headers),
+        input_fp8=snapshot.fp8,
+        ranks=planned,
+        group_bytes=sum(rank.file_bytes for rank in planned),
+        disk_bytes=disk_bytes(layouts),
+        disk_margin=safety_margin(),
+        disk_free=shutil.disk_usage(place).free,
+        worker_bytes=_worker_bytes(snapshot),
+        base_bytes=_BASE_BYTES,
+        cache_bytes_per_position=g.num_hidden_layers * g.cache_width * 2,
+    )
+
+
+def _plan_rank(layout: RankLayout) -> RankPlan:
+    headers = (encode_header(layout.part(part), layout.metadata(part)) for part in PARTS)
+    return RankPlan(
+        rank=layout.rank,
+        files=[layout.file_name(part) for part in PARTS],
+        file_bytes=sum(map(len, headers)) + layout.nbytes,
+        units=layout.unit_offsets[-1],
+        token_bytes=layout.token_bytes(),
+    )
+
+
+def _worker_bytes(snapshot: Snapshot) -> int:
+    """Upper bound of one worker's memory: see Packer for what it holds.
+
+    The output of each FFN's down projection, kept for each of the three widths; a unit of gate and
+    up; bands of the input, which may be fp32 and pass through float32 on their way to bf16.
+    """
+    g = snapshot.geometry
+    widths = {g.moe_intermediate_size, g.shared_width, g.intermediate_size}
+    unit_bytes = BLOCK * g.hidden_size
+    buffers = sum((units_of(width) + 2) * unit_bytes for width in widths)
+    widest = max(tensor.row_bytes for tensor in snapshot.used)
+    band = max(BAND_BYTES, BLOCK * max(widest, 4 * g.hidden_size), 4 * BLOCK * max(widths))
+    return buffers + 8 * band

@@ -1,0 +1,411 @@
+"""The input: a Hugging Face checkpoint folder, opened read-only and checked before any work.
+
+All checks that need no tensor data happen in `Snapshot.open`: the index, every file's header,
+every tensor's name, shape and dtype. Tensor data is then read once, in row order, and hashed as it
+passes by.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from dsv2mk.artifacts.container import (
+    ContainerError,
+    Header,
+    StoredTensor,
+    read_header,
+)
+from dsv2mk.manifests.checkpoint import (
+    IGNORED,
+    LM_HEAD,
+    checkpoint_tensors,
+    is_linear,
+    scale_name,
+)
+from dsv2mk.manifests.errors import InputError
+from dsv2mk.manifests.geometry import Geometry
+from dsv2mk.manifests.scheme import BLOCK
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: Copied into the artifact where they are there, beside LICENSE*.
+COMPANIONS = (
+    CONFIG,
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+#: Bytes that are read at a time. Small enough to stay in the cache while they are worked on.
+BAND_BYTES = 2 << 20
+
+_PLAIN_DTYPES = ("BF16", "F16", "F32")
+_NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E4M3": np.uint8}
+
+
+@dataclass(kw_only=True, frozen=True)
+class SourceTensor:
+    """One tensor of the checkpoint. BF16 and E4M3 rows are read as their bits (uint16, uint8)."""
+
+    name: str
+    file: str  # relative to the snapshot's folder
+    path: Path
+    stored: StoredTensor
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors spells it."""
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As in the file."""
+        return self.stored.shape
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, that is of one entry along axis 0."""
+        return self.stored.nbytes // self.shape[0]
+
+
+class Reader:
+    """Reads tensors of one snapshot in row order and hashes what passes. One thread at a time."""
+
+    def __init__(self, done: Callable[[int], object] = lambda count: None) -> None:
+        self.digests: dict[str, str] = {}  # xxh3-128 of each tensor that was read whole
+        self._done = done
+        self._buffers: dict[str, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+
+    def bands(
+        self, tensor: SourceTensor, rows: int, buffer: str = "a"
+    ) -> Iterator[np.ndarray[Any, Any]]:
+        """Successive bands of `rows` rows, the last one shorter, as [rows, columns].
+
+        A band is valid until the next one of the same `buffer`. The tensor's digest is known after
+        the last. Raises InputError if the file ends early.
+        """
+        total = tensor.shape[0]
+        dtype = np.dtype(_NUMPY[tensor.dtype])
+        size = rows * tensor.row_bytes
+        held = self._buffers.get(buffer)
+        if held is None or held.size < size:
+            held = self._buffers[buffer] = np.empty(size, np.uint8)
+        state = xxhash.xxh3_128()
+        fd = os.open(tensor.path, os.O_RDONLY)
+        try:
+            for start in range(0, total, rows):
+                length = min(rows, total - start) * tensor.row_bytes
+                band = held[:length]
+                _read_into(fd, band.data, tensor, start * tensor.row_bytes)
+                state.update(band.data)
+                self._done(length)
+                yield band.view(dtype).reshape(min(rows, total - start), -1)
+        finally:
+            os.close(fd)
+        self.digests[tensor.name] = state.hexdigest()
+
+    def whole(self, tensor: SourceTensor) -> np.ndarray[Any, Any]:
+        """A small tensor at once, in its own shape; the caller owns it."""
+        (band,) = self.bands(tensor, tensor.shape[0], "whole")
+        return band.reshape(tensor.shape).copy()
+
+
+def band_rows(tensor: SourceTensor, multiple: int = 1) -> int:
+    """Rows of a band of about BAND_BYTES, a multiple of `multiple`."""
+    return max(1, BAND_BYTES // (tensor.row_bytes * multiple)) * multiple
+
+
+@dataclass(kw_only=True, frozen=True)
+class Snapshot:
+    """A checkpoint folder that has passed every check that needs no tensor data."""
+
+    path: Path
+    config: Mapping[str, Any]
+    geometry: Geometry
+    fp8: bool
+    tensors: Mapping[str, SourceTensor]
+    headers: Mapping[str, Header]  # by file name
+
+    @classmethod
+    def open(cls, path: Path) -> "Snapshot":
+        """Read config.json, the index and all headers. Raises InputError."""
+        config = _parse_json(_read_bytes(path, CONFIG), path / CONFIG)
+        geometry = Geometry.from_config(config)
+        kept_plain = _quantization(config)
+        headers, tensors = _read_files(path)
+        _check_tensors(path, geometry, tensors, kept_plain)
+        return cls(
+            path=path,
+            config=config,
+            geometry=geometry,
+            fp8=kept_plain is not None,
+            tensors=tensors,
+            headers=headers,
+        )
+
+    @cached_property
+    def used(self) -> list[SourceTensor]:
+        """The tensors that a build reads, in the order of the data flow, scales after weights."""
+        out: list[SourceTensor] = []
+        for name in checkpoint_tensors(self.geometry):
+            for candidate in (name, scale_name(name)):
+                if candidate in self.tensors:
+                    out.append(self.tensors[candidate])
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that a build reads."""
+        return sum(tensor.stored.nbytes for tensor in self.used)
+
+    def scale(self, tensor: SourceTensor) -> SourceTensor:
+        """The block scales of an E4M3 tensor."""
+        return self.tensors[scale_name(tensor.name)]
+
+    def stamps(self) -> dict[str, list[int]]:
+        """For each file: size, times of change and inode. Equal stamps, same content."""
+        out: dict[str, list[int]] = {}
+        for name in sorted(self.headers):
+            info = os.stat(self.path / name)
+            out[name] = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
+        return out
+
+    @cached_property
+    def companion_files(self) -> dict[str, bytes]:
+        """Small files that go into the artifact as they are: config, tokenizer, licence."""
+        names = [*COMPANIONS, *sorted(path.name for path in self.path.glob("LICENSE*"))]
+        found = [name for name in names if (self.path / name).is_file()]
+        return {name: _read_bytes(self.path, name) for name in found}
+
+    def companions(self) -> dict[str, Any]:
+        """Part of the manifest's `source` section: sha256 of the files that are copied."""
+        files = self.companion_files.items()
+        return {"copied": {name: hashlib.sha256(data).hexdigest() for name, data in files}}
+
+    def identity(self, digests: Mapping[str, str]) -> dict[str, Any]:
+        """Part of the manifest's `source` section, from the digests of all used tensors.
+
+        A file's digest is the xxh3-128 of its header (length word included) followed by the
+        16-byte digests of its used tensors in the order of their offsets.
+        """
+        used = {tensor.name for tensor in self.used}
+        files: dict[str, Any] = {}
+        for name, header in sorted(self.headers.items()):
+            state = xxhash.xxh3_128(header.encoded)
+            for tensor in header.tensors:
+                if tensor in used and self.tensors[tensor].file == name:
+                    state.update(bytes.fromhex(digests[tensor]))
+            files[name] = {"size": header.file_size, "digest": state.hexdigest()}
+        return {"files": files}
+
+    def hash_tensors(self, done: Callable[[int], object]) -> dict[str, str]:
+        """Digests of all used tensors: reads the whole input."""
+        reader = Reader(done)
+        for tensor in self.used:
+            for _ in reader.bands(tensor, band_rows(tensor)):
+                pass
+        return reader.digests
+
+
+def refuse_damaged(tensor: SourceTensor, why: str, position: tuple[int, ...]) -> InputError:
+    """The error for a bad value at an index of a tensor."""
+    index = "[" + ", ".join(map(str, position)) + "]"
+    return InputError(
+        f"{tensor.path}: {tensor.name}{index} is {why}", fix="Download this file again"
+    )
+
+
+# ---- reading ----
+
+
+def _read_into(fd: int, view: memoryview, tensor: SourceTensor, start: int) -> None:
+    offset = tensor.stored.offset + start
+    while view:
+        try:
+            count = os.preadv(fd, [view], offset)
+        except OSError as error:
+            raise InputError(f"{tensor.path}: {tensor.name}: {error.strerror}") from None
+        if count == 0:
+            raise InputError(
+                f"{tensor.path} ended inside {tensor.name}, at byte {offset}",
+                fix="It changed while it was read: leave the input alone and build again",
+            )
+        view, offset = view[count:], offset + count
+
+
+def _read_bytes(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise _unreadable(folder, name, error) from None
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> InputError:
+    path = folder / name
+    if not folder.is_dir():
+        return InputError(f"{folder} is not a folder", fix="Give the folder of a checkpoint")
+    if path.is_symlink() and not path.exists():
+        return InputError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist",
+            fix="The download is not complete: run huggingface-cli download again",
+        )
+    return InputError(f"{path}: {error.strerror}", fix="Is the checkpoint complete?")
+
+
+def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(data.decode("utf-8"))
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON in UTF-8: {error}") from None
+    if not isinstance(parsed, dict):
+        raise InputError(str(path), expected="a JSON object", found=type(parsed).__name__)
+    return parsed
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor name to file name from the index, or None for a checkpoint of a single file."""
+    index = folder / INDEX
+    if not index.exists() and not index.is_symlink() and (folder / SINGLE).exists():
+        return None
+    weight_map = _parse_json(_read_bytes(folder, INDEX), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(str(index), expected="a weight_map", found=type(weight_map).__name__)
+    for tensor, file in weight_map.items():
+        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
+        if not parts or file.startswith("/") or ".." in parts or "\0" in file:
+            raise InputError(
+                f"{index}: {tensor}", expected="a file inside the folder", found=repr(file)
+            )
+    return weight_map
+
+
+def _read_files(folder: Path) -> tuple[dict[str, Header], dict[str, SourceTensor]]:
+    weight_map = _weight_map(folder)
+    names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+    absent = [name for name in names if not (folder / name).exists()]
+    if absent:
+        error = _unreadable(folder, absent[0], FileNotFoundError(2, "No such file"))
+        if len(absent) > 1:
+            error = InputError(f"{error.what} ({len(absent)} files are missing)", fix=error.fix)
+        raise error
+    headers: dict[str, Header] = {}
+    for name in names:
+        try:
+            headers[name] = read_header(folder / name)
+        except ContainerError as error:
+            raise InputError(f"{folder / name}: {error}", fix="Download this file again") from None
+        except OSError as error:
+            raise _unreadable(folder, name, error) from None
+    if weight_map is None:
+        weight_map = dict.fromkeys(headers[SINGLE].tensors, SINGLE)
+    tensors: dict[str, SourceTensor] = {}
+    for name, file in weight_map.items():
+        stored = headers[file].tensors.get(name)
+        if stored is None:
+            raise InputError(f"{folder / file} does not hold {name}, which {INDEX} places there")
+        tensors[name] = SourceTensor(name=name, file=file, path=folder / file, stored=stored)
+    return headers, tensors
+
+
+# ---- checks ----
+
+
+def _quantization(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """None for a plain checkpoint; for block-FP8, the modules that it keeps unquantised."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, Mapping):
+        raise InputError(f"{CONFIG}: quantization_config", expected="an object")
+    found = {
+        "quant_method": quantization.get("quant_method"),
+        "weight_block_size": quantization.get("weight_block_size"),
+        "fmt": quantization.get("fmt", "e4m3"),
+    }
+    wanted = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
+    if found != wanted:
+        raise InputError(
+            f"{CONFIG}: quantization_config is not supported",
+            expected=json.dumps(wanted),
+            found=json.dumps(found),
+            fix="Use the bf16 checkpoint",
+        )
+    return tuple(quantization.get("modules_to_not_convert") or ())
+
+
+def _check_tensors(
+    folder: Path,
+    geometry: Geometry,
+    tensors: Mapping[str, SourceTensor],
+    kept_plain: tuple[str, ...] | None,
+) -> None:
+    expected = checkpoint_tensors(geometry)
+    missing = [
+        name
+        for name in expected
+        if name not in tensors and not (name == LM_HEAD and geometry.tie_word_embeddings)
+    ]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        hint = " (tie_word_embeddings is false)" if missing[0] == LM_HEAD else ""
+        raise InputError(
+            f"{folder}: {missing[0]}{more} missing{hint}",
+            fix="The checkpoint and its config.json do not belong together, or it is not complete",
+        )
+    for name, tensor in tensors.items():
+        if name in expected:
+            _check_tensor(tensor, expected[name], tensors, kept_plain)
+        elif IGNORED.fullmatch(name) is None and not _is_scale(name, tensors):
+            raise InputError(
+                f"{tensor.path}: {name} is not a tensor of this geometry",
+                fix="The checkpoint and its config.json do not belong together",
+            )
+
+
+def _is_scale(name: str, tensors: Mapping[str, SourceTensor]) -> bool:
+    weight = name.removesuffix(scale_name(""))
+    return weight != name and weight in tensors and tensors[weight].dtype == "F8_E4M3"
+
+
+def _check_tensor(
+    tensor: SourceTensor,
+    shape: tuple[int, ...],
+    tensors: Mapping[str, SourceTensor],
+    kept_plain: tuple[str, ...] | None,
+) -> None:
+    where = f"{tensor.path}: {tensor.name}"
+    if tensor.shape != shape:
+        raise InputError(f"{where}: shape", expected=list(shape), found=list(tensor.shape))
+    quantised = kept_plain is not None and is_linear(tensor.name)
+    if quantised and kept_plain is not None and any(part in tensor.name for part in kept_plain):
+        quantised = False
+    allowed = ("F8_E4M3",) if quantised else _PLAIN_DTYPES
+    if tensor.dtype not in allowed:
+        because = "its quantization_config" if kept_plain is not None else "no quantization_config"
+        raise InputError(
+            f"{where}: dtype, {CONFIG} having {because}",
+            expected=" or ".join(allowed),
+            found=tensor.dtype,
+        )
+    if not quantised:
+        return
+    scale = tensors.get(scale_name(tensor.name))
+    if scale is None:
+        raise InputError(f"{where} is FP8 and has no {scale_name(tensor.name)}")
+    blocks = tuple(-(-extent // BLOCK) for extent in shape)
+    if scale.shape != blocks or scale.dtype != "F32":
+        raise InputError(
+            f"{scale.path}: {scale.name}",
+            expected=f"F32 {list(blocks)}",
+            found=f"{scale.dtype} {list(scale.shape)}",
+        )
