@@ -126,7 +126,7 @@ def build(
 
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no GPU", fix="Use --device cpu")
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or _cpus()
     started = time.perf_counter()
     result = make(source, tp, out, workers=workers, device=device, overwrite=overwrite)
     seconds = time.perf_counter() - started
@@ -149,6 +149,13 @@ def build(
             f"{seconds:.1f} s ({rate:.2f} GB/s of input), digest {result.manifest.digest}"
         )
     return Report(data=data, text=text, notes=result.notes)
+
+
+def _cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _config(geometry: str) -> dict[str, Any]:
