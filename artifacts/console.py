@@ -37,7 +37,7 @@ def reporting(function: Callable[..., Report]) -> Callable[..., int]:
         report = function(*args, **kwargs)
         for note in report.notes:
             message(note)
-        click.echo(json.dumps(report.data, ensure_ascii=False) if as_json else report.text)
+        click.echo(json.dumps(report.data) if as_json else report.text)
         return report.exit_code
 
     return wrapper
@@ -125,7 +125,7 @@ def table_text(rows: list[list[str]], right: frozenset[int] = frozenset()) -> st
 def _fail(code: int, fields: Mapping[str, object], as_json: bool) -> int:
     if as_json:
         error = {"exit_code": code, **fields}
-        click.echo(json.dumps({"error": error}, ensure_ascii=False))
+        click.echo(json.dumps({"error": error}))
     else:
         message(f"dsv2mk: {fields['message']}")
     return code

@@ -8,6 +8,7 @@ must be told which file and tensor is damaged, and how.
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from dsv2mk.manifests.layout import PAGE, TensorSpec
 
 #: Longest header that the safetensors library accepts.
 MAX_HEADER = 100_000_000
+
+_MAX_BYTES = 1 << 63
 
 #: Bytes of one element, by safetensors dtype.
 ITEM_SIZE = {
@@ -58,7 +61,7 @@ def read_header(path: Path) -> Header:
     the file, no UTF-8 or JSON, duplicate names, offsets that overlap, leave holes or do not end
     with the file, a size that is not the shape's), and OSError.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=_open) as file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
             raise ContainerError("not a regular file")
@@ -93,6 +96,8 @@ def _parse(encoded: bytes, size: int) -> Header:
     text = encoded[8:]
     try:
         data = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except ContainerError:
+        raise
     except UnicodeDecodeError:
         raise ContainerError("the header is not UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -127,6 +132,8 @@ def _entry(name: str, entry: object, data_start: int) -> StoredTensor:
     nbytes = ITEM_SIZE[dtype]
     for extent in shape:
         nbytes *= extent
+        if nbytes >= _MAX_BYTES:
+            raise ContainerError(f"tensor {name}: a shape of 2^63 bytes or more")
     if offsets[1] - offsets[0] != nbytes:
         raise ContainerError(
             f"tensor {name}: {dtype} {shape} is {nbytes} bytes, data_offsets {offsets} are "
@@ -137,14 +144,21 @@ def _entry(name: str, entry: object, data_start: int) -> StoredTensor:
     )
 
 
+def _open(path: str, flags: int) -> int:
+    """Open without waiting for the other end, if the path turns out to be a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _naturals(value: object) -> bool:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < _MAX_BYTES for v in value)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ContainerError(f"{twice} stands twice in the header")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ContainerError(f"{twice!a} stands twice in the header")
+    for name in out:
+        if any("\ud800" <= char <= "\udfff" for char in name):
+            raise ContainerError(f"a name in the header is not text: {name!a}")
     return out

@@ -30,9 +30,12 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "topk_method": ("greedy", "group_limited_greedy"),
 }
 
+#: Far above any model, and low enough that a damaged number cannot keep a machine busy.
+_MOST = {"num_hidden_layers": 1000, "num_attention_heads": 4096, "n_routed_experts": 4096}
+
 _ROPE_KEYS = frozenset(
     (
-        *("type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings"),
+        *("rope_type", "rope_theta", "factor", "original_max_position_embeddings"),
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     )
 )
@@ -48,6 +51,15 @@ class Yarn:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+
+    def __post_init__(self) -> None:
+        _require(self, "factor", self.factor >= 1, "at least 1")
+        original = self.original_max_position_embeddings
+        _require(self, "original_max_position_embeddings", original >= 1, "at least 1")
+        _require(self, "beta_slow", self.beta_slow > 0, "more than 0")
+        _require(self, "beta_fast", self.beta_fast >= self.beta_slow, "at least beta_slow")
+        _require(self, "mscale", self.mscale > 0, "more than 0")
+        _require(self, "mscale_all_dim", self.mscale_all_dim >= 0, "at least 0")
 
     def magnitude(self, mscale: float) -> float:
         """m(mscale) = 0.1 * mscale * ln(factor) + 1, and 1 where the factor is at most 1."""
@@ -85,33 +97,30 @@ class Geometry:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is int and field.name != "first_k_dense_replace" and value < 1:
-                raise InputError(f"config.json: {field.name}", expected="at least 1", found=value)
-        checks = [
-            (
-                "first_k_dense_replace",
-                0 <= self.first_k_dense_replace <= self.num_hidden_layers,
-                f"0 to num_hidden_layers ({self.num_hidden_layers})",
-            ),
-            ("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "an even number"),
-            (
-                "n_group",
-                self.n_routed_experts % self.n_group == 0,
-                f"a divisor of n_routed_experts ({self.n_routed_experts})",
-            ),
-            ("topk_group", self.topk_group <= self.n_group, f"at most n_group ({self.n_group})"),
-            (
-                "num_experts_per_tok",
-                self.num_experts_per_tok <= self.topk_group * self.experts_per_group,
-                f"at most the {self.topk_group * self.experts_per_group} experts of the groups "
-                "that a token may use",
-            ),
-        ]
-        for name, holds, expected in checks:
-            if not holds:
-                raise InputError(
-                    f"config.json: {name}", expected=expected, found=getattr(self, name)
-                )
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            least = 0 if field.name == "first_k_dense_replace" else 1
+            most = _MOST.get(field.name, 1 << 40)
+            if field.type is float:
+                _require(self, field.name, value > 0, "more than 0")
+            else:
+                _require(self, field.name, least <= value <= most, f"{least} to {most}")
+        _require(self, "rope_theta", self.rope_theta > 1, "more than 1")
+        layers, experts = self.num_hidden_layers, self.n_routed_experts
+        dense = self.first_k_dense_replace
+        _require(self, "first_k_dense_replace", dense <= layers, f"at most the {layers} layers")
+        _require(self, "qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "an even number")
+        divides = experts % self.n_group == 0
+        _require(self, "n_group", divides, f"a divisor of n_routed_experts ({experts})")
+        groups = self.n_group
+        _require(self, "topk_group", self.topk_group <= groups, f"at most n_group ({groups})")
+        usable = self.topk_group * self.experts_per_group
+        _require(
+            self,
+            "num_experts_per_tok",
+            self.num_experts_per_tok <= usable,
+            f"at most the {usable} experts of the groups that a token may use",
+        )
 
     # ---- derived quantities ----
 
@@ -207,7 +216,7 @@ class Geometry:
 
         low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
         high = min(math.ceil(pair_turning(yarn.beta_slow)), dim - 1)
-        width = max(high - low, 0.001)
+        width = high - low or 0.001
         ramp = [min(max((i - low) / width, 0.0), 1.0) for i in range(dim // 2)]
         return [f * (1 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
 
@@ -226,21 +235,23 @@ class Geometry:
                 raise InputError(
                     f"config.json: {name} is not supported",
                     expected=" or ".join(json.dumps(v) for v in allowed if v is not None),
-                    found=json.dumps(value),
+                    found=_shown(value),
                 )
         heads = _number(config, "num_attention_heads", int)
         if config.get("num_key_value_heads") not in (None, heads):
             raise InputError(
                 "config.json: num_key_value_heads is not supported",
                 expected=f"num_attention_heads ({heads})",
-                found=config["num_key_value_heads"],
+                found=_shown(config["num_key_value_heads"]),
             )
         grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
         q_lora = None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank", int)
         theta, yarn = _read_rope(config)
         tied = config.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
-            raise InputError("config.json: tie_word_embeddings", expected="a boolean", found=tied)
+            raise InputError(
+                "config.json: tie_word_embeddings", expected="a boolean", found=_shown(tied)
+            )
         read = {
             field.name: _number(config, field.name, int if field.type is int else float)
             for field in fields(cls)
@@ -302,47 +313,61 @@ def preset_names() -> list[str]:
     )
 
 
-def _number(config: Mapping[str, Any], name: str, kind: type) -> Any:
+def _number(config: Mapping[str, Any], name: str, kind: type[int] | type[float]) -> Any:
     """A finite number of config.json; an int where `kind` is int, else int or float as float."""
     value = config.get(name)
     if value is None:
         raise InputError(f"config.json: {name} is missing")
-    right = isinstance(value, int) or (
-        kind is float and isinstance(value, float) and math.isfinite(value)
-    )
-    if isinstance(value, bool) or not right:
-        expected = "an integer" if kind is int else "a finite number"
-        raise InputError(f"config.json: {name}", expected=expected, found=json.dumps(value))
-    return kind(value)
+    if type(value) is int or (kind is float and type(value) is float):
+        try:
+            number = kind(value)
+            if math.isfinite(number):
+                return number
+        except OverflowError:
+            pass
+    expected = "an integer" if kind is int else "a finite number"
+    raise InputError(f"config.json: {name}", expected=expected, found=_shown(value))
 
 
 def _read_rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     """(theta, YaRN or None), from either spelling: `rope_scaling` or `rope_parameters`."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise InputError("config.json: rope_scaling", expected="an object", found=scaling)
-    both = {"rope_theta": config.get("rope_theta", 10000.0), **scaling}
-    theta = _number(both, "rope_theta", float)
-    if theta <= 1:
-        raise InputError("config.json: rope_theta", expected="more than 1", found=theta)
-    if unknown := sorted(
-        key for key, value in scaling.items() if key not in _ROPE_KEYS and value is not None
-    ):
-        raise InputError(f"config.json: rope_scaling: {unknown[0]} is not supported")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = {"rope_theta": config.get("rope_theta", 10000.0)}
+    given = [config[k] for k in ("rope_parameters", "rope_scaling") if config.get(k) is not None]
+    if bad := [value for value in given if not isinstance(value, Mapping)]:
+        raise InputError("config.json: rope_scaling", expected="an object", found=_shown(bad[0]))
+    spelled = [
+        {"rope_type" if key == "type" else key: value for key, value in {**theta, **one}.items()}
+        for one in given
+    ]
+    scaling = spelled[0] if spelled else theta
+    if any(other != scaling for other in spelled):
+        raise InputError(
+            "config.json has rope_parameters and rope_scaling, and they differ",
+            fix="Remove one of them",
+        )
+    base = _number(scaling, "rope_theta", float)
+    for key, value in scaling.items():
+        if key not in _ROPE_KEYS and value is not None:
+            raise InputError(f"config.json: rope_scaling: {key} is not supported")
+    kind = scaling.get("rope_type", "default")
     if kind == "default":
-        return theta, None
+        return base, None
     if kind != "yarn":
         raise InputError(
             "config.json: rope type is not supported",
             expected='"default" or "yarn"',
-            found=json.dumps(kind),
+            found=_shown(kind),
         )
     values = {"beta_fast": 32.0, "beta_slow": 1.0, **scaling}
-    # One of the two alone means different things to different readers: refuse it.
-    values.setdefault("mscale", 1.0 if "mscale_all_dim" not in scaling else None)
-    values.setdefault("mscale_all_dim", 0.0 if "mscale" not in scaling else None)
-    yarn = Yarn(
+    if "mscale" not in scaling and "mscale_all_dim" not in scaling:
+        values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    elif 0 in (scaling.get("mscale"), scaling.get("mscale_all_dim")):
+        raise InputError(
+            "config.json: mscale and mscale_all_dim",  # one alone means different things to readers
+            expected="both more than 0, or neither given",
+            found=f"{_shown(scaling.get('mscale'))} and {_shown(scaling.get('mscale_all_dim'))}",
+        )
+    return base, Yarn(
         factor=_number(values, "factor", float),
         original_max_position_embeddings=_number(values, "original_max_position_embeddings", int),
         beta_fast=_number(values, "beta_fast", float),
@@ -350,26 +375,19 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         mscale=_number(values, "mscale", float),
         mscale_all_dim=_number(values, "mscale_all_dim", float),
     )
-    given = "mscale" in scaling
-    if given and (yarn.mscale <= 0 or yarn.mscale_all_dim <= 0):
-        raise InputError(
-            "config.json: mscale and mscale_all_dim",
-            expected="both positive, or neither given",
-            found=f"{yarn.mscale} and {yarn.mscale_all_dim}",
-        )
-    if yarn.factor < 1 or yarn.original_max_position_embeddings < 1:
-        raise InputError(
-            "config.json: YaRN factor and original_max_position_embeddings",
-            expected="at least 1",
-            found=f"{yarn.factor} and {yarn.original_max_position_embeddings}",
-        )
-    if not 0 < yarn.beta_slow <= yarn.beta_fast:
-        raise InputError(
-            "config.json: beta_slow and beta_fast",
-            expected="0 < beta_slow <= beta_fast",
-            found=f"{yarn.beta_slow} and {yarn.beta_fast}",
-        )
-    return theta, yarn
+
+
+def _require(record: object, name: str, holds: bool, expected: str) -> None:
+    if not holds:
+        raise InputError(f"config.json: {name}", expected=expected, found=getattr(record, name))
+
+
+def _shown(value: object) -> str:
+    """A JSON value for a message: short, and not deeper than its type."""
+    if isinstance(value, Mapping | list):
+        return "an object" if isinstance(value, Mapping) else "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _to_json(record: Any) -> dict[str, Any]:

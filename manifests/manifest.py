@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from dsv2mk.manifests.canonical import canonical_json, parse_object
 from dsv2mk.manifests.errors import ArtifactError, InputError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.layout import LAYOUT_VERSION, PARTS, RankLayout, group_layout
@@ -26,6 +27,8 @@ CHUNK_BYTES = 64 << 20
 DECIDING = ("schema", "geometry", "topology", "scheme", "layout_version", "source", "code")
 
 _SECTIONS = frozenset((*DECIDING, "chunk_bytes", "files", "tensors", "tools"))
+#: What reading values of unexpected types and shapes raises.
+_MALFORMED = (InputError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -62,13 +65,6 @@ class Manifest:
     def layouts(self) -> list[RankLayout]:
         """Layout of each rank, derived from geometry and topology."""
         return group_layout(self.geometry, self.topology)
-
-
-def canonical_json(data: object) -> bytes:
-    """Sorted keys, no white space, UTF-8, no floats (ValueError)."""
-    _refuse_floats(data)
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return text.encode("utf-8")
 
 
 def deciding_sections(
@@ -127,12 +123,10 @@ def make_manifest(
 def parse_manifest(encoded: bytes) -> Manifest:
     """Check a manifest's form. Raises ArtifactError, saying what is wrong."""
     try:
-        data = json.loads(encoded.decode("utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{MANIFEST_NAME} is not JSON in UTF-8: {error}") from None
-    if not isinstance(data, dict):
-        raise ArtifactError(MANIFEST_NAME, expected="an object", found=type(data).__name__)
-    if data.get("schema") != SCHEMA_VERSION or data.get("layout_version") != LAYOUT_VERSION:
+        data = parse_object(encoded)
+    except ValueError as error:
+        raise ArtifactError(f"{MANIFEST_NAME} is {error}") from None
+    if (data.get("schema"), data.get("layout_version")) != (SCHEMA_VERSION, LAYOUT_VERSION):
         raise ArtifactError(
             f"{MANIFEST_NAME}: schema and layout version",
             expected=f"{SCHEMA_VERSION} and {LAYOUT_VERSION}",
@@ -144,14 +138,17 @@ def parse_manifest(encoded: bytes) -> Manifest:
             raise ValueError(f"sections {sorted(set(data) ^ _SECTIONS)}")
         if canonical_json(data) != encoded:
             raise ValueError("not in canonical form")
-        if data["scheme"] != SCHEME or data["chunk_bytes"] != CHUNK_BYTES:
-            raise ValueError(f"scheme {data['scheme']!r}, chunk_bytes {data['chunk_bytes']!r}")
+        fixed = {"scheme": SCHEME, "chunk_bytes": CHUNK_BYTES, "schema": SCHEMA_VERSION}
+        fixed["layout_version"] = LAYOUT_VERSION
+        for section, value in fixed.items():
+            if canonical_json(data[section]) != canonical_json(value):
+                raise ValueError(f"{section} {data[section]!r}")
         (ranks,) = (data["topology"][key] for key in data["topology"])
         if set(data["topology"]) != {"ranks"} or type(ranks) is not int:
             raise ValueError(f"topology {data['topology']!r}")
         geometry, topology = Geometry.from_json(data["geometry"]), Topology(ranks=ranks)
         layouts = group_layout(geometry, topology)
-        if data["tensors"] != tensor_table(layouts):
+        if canonical_json(data["tensors"]) != canonical_json(tensor_table(layouts)):
             raise ValueError("tensors differ from what the geometry and topology give")
         files = {name: _file_entry(name, entry) for name, entry in data["files"].items()}
         shards = {layout.file_name(part) for layout in layouts for part in PARTS}
@@ -162,7 +159,7 @@ def parse_manifest(encoded: bytes) -> Manifest:
                 raise ValueError(section)
         if not isinstance(data["source"], dict):
             raise ValueError("source")
-    except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise ArtifactError(f"{MANIFEST_NAME} is damaged: {error}") from None
     return Manifest(data=data, geometry=geometry, topology=topology, files=files)
 
@@ -194,21 +191,8 @@ def _file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
     size, digest, chunks = entry["size"], entry["digest"], entry["chunks"]
     if set(entry) != {"size", "digest", "chunks"} or type(size) is not int or size < 0:
         raise ValueError(f"files.{name}")
-    if len(chunks) != -(-size // CHUNK_BYTES):
-        raise ValueError(f"files.{name}: {len(chunks)} chunks for {size} bytes")
+    if type(chunks) is not list or len(chunks) != -(-size // CHUNK_BYTES):
+        raise ValueError(f"files.{name}: chunks do not match {size} bytes")
     if not all(isinstance(h, str) and _HASH.fullmatch(h) for h in [digest, *chunks]):
         raise ValueError(f"files.{name}: a hash that is not 32 hex digits")
     return FileEntry(size=size, digest=digest, chunks=tuple(chunks))
-
-
-def _refuse_floats(data: object) -> None:
-    if isinstance(data, float):
-        raise ValueError(f"a float in canonical JSON: {data!r}")
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            if not isinstance(key, str):
-                raise ValueError(f"a key that is not text: {key!r}")
-            _refuse_floats(value)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            _refuse_floats(value)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 #: The modules whose source decides the bytes of a shard.
 CODE = (
     "artifacts/container.py",
+    "manifests/canonical.py",
     "manifests/checkpoint.py",
     "manifests/geometry.py",
     "manifests/layout.py",

@@ -1,6 +1,5 @@
 """`synth`, `plan` and `build`."""
 
-import json
 import os
 import re
 import time
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv2mk.artifacts.console import Report, reporting, size_text, table_text
+from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.errors import InputError, UsageError
 from dsv2mk.manifests.geometry import preset_config, preset_names
 
@@ -143,10 +143,10 @@ def build(
     if result.up_to_date:
         text = f"{out}: up to date, digest {result.manifest.digest}"
     else:
-        rate = source.nbytes / seconds / 1e9
         text = (
             f"{out}: {size_text(size)} for {tp} ranks from {size_text(source.nbytes)} in "
-            f"{seconds:.1f} s ({rate:.2f} GB/s of input), digest {result.manifest.digest}"
+            f"{seconds:.1f} s ({size_text(source.nbytes / seconds)}/s of input), "
+            f"digest {result.manifest.digest}"
         )
     return Report(data=data, text=text, notes=result.notes)
 
@@ -163,12 +163,11 @@ def _config(geometry: str) -> dict[str, Any]:
     if geometry in preset_names() or not path.exists():
         return preset_config(geometry)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(str(path), expected="a JSON object", found=type(config).__name__)
-    return config
+        return parse_object(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is {error}") from None
 
 
 def _open(snapshot: str | None, revision: str | None) -> "Snapshot":

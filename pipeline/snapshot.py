@@ -5,6 +5,7 @@ every tensor's name, shape and dtype. Tensor data is then read once, in row orde
 passes by.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from dsv2mk.artifacts.container import (
     StoredTensor,
     read_header,
 )
+from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.checkpoint import (
     IGNORED,
     LM_HEAD,
@@ -245,6 +247,8 @@ def _read_into(fd: int, view: memoryview, tensor: SourceTensor, start: int) -> N
 
 def _read_bytes(folder: Path, name: str) -> bytes:
     try:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise OSError(errno.EINVAL, "not a regular file")  # a pipe would wait for ever
         return (folder / name).read_bytes()
     except OSError as error:
         raise _unreadable(folder, name, error) from None
@@ -264,12 +268,9 @@ def _unreadable(folder: Path, name: str, error: OSError) -> InputError:
 
 def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        parsed = json.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON in UTF-8: {error}") from None
-    if not isinstance(parsed, dict):
-        raise InputError(str(path), expected="a JSON object", found=type(parsed).__name__)
-    return parsed
+        return parse_object(data)
+    except ValueError as error:
+        raise InputError(f"{path} is {error}") from None
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -284,7 +285,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         parts = PurePosixPath(file).parts if isinstance(file, str) else ()
         if not parts or file.startswith("/") or ".." in parts or "\0" in file:
             raise InputError(
-                f"{index}: {tensor}", expected="a file inside the folder", found=repr(file)
+                f"{index}: {tensor}", expected="a file inside the folder", found=ascii(file)
             )
     return weight_map
 

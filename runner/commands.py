@@ -71,6 +71,8 @@ def generate(
             expected=f"at most {geometry.max_position_embeddings} tokens",
             found=f"{len(token_ids)} + {max_new}",
         )
+    if logits is not None and not logits.resolve().parent.is_dir():
+        raise UsageError(f"--logits: {logits.parent} is not a folder")
     stop = frozenset() if ignore_eos else _stop_tokens(artifact)
     decoder = reference.ReferenceDecoder(artifact, reference.CACHE_DTYPES[cache_dtype])
     new: list[int] = []
