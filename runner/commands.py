@@ -60,6 +60,10 @@ def generate(
                 "--prompt needs a tokenizer.json in the artifact and the package tokenizers",
                 fix="pip install 'dsv2mk[generate]', or give --token-ids",
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UsageError("--prompt", expected="text in UTF-8") from None
         token_ids = tokenizer.encode(prompt).ids
     if not token_ids:
         raise UsageError("the prompt is empty", expected="at least one token")
@@ -142,7 +146,7 @@ def _save_logits(path: Path, logits: list[Any], token_ids: list[int]) -> None:
     import os
 
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tensors = {
         "logits": torch.stack(logits),
@@ -150,7 +154,7 @@ def _save_logits(path: Path, logits: list[Any], token_ids: list[int]) -> None:
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, temporary)
+        temporary.write_bytes(save(tensors))  # `save_file` would ignore the umask
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.artifacts.tensors import as_torch
-from dsv2mk.manifests.errors import UsageError
+from dsv2mk.manifests.errors import ArtifactError, UsageError
 from dsv2mk.manifests.geometry import LATENT_NORM_EPS
 from dsv2mk.manifests.scheme import BLOCK
 
@@ -171,13 +171,19 @@ def generate(
 ) -> Iterator[tuple[Tensor, int | None]]:
     """Feed the prompt, then decode greedily: (logits [V], token chosen) for each position fed.
 
-    The token is None within the prompt. Ends after `max_new` tokens or one of `stop`.
+    The token is None within the prompt. Ends after `max_new` tokens or one of `stop`. Raises
+    ArtifactError if logits are not finite.
     """
     for token in prompt[:-1]:
         yield decoder.step(token), None
     token = prompt[-1]
     for _ in range(max_new):
         logits = decoder.step(token)
+        if not logits.isfinite().all():
+            raise ArtifactError(
+                f"logits at position {decoder.position - 1} are not finite",
+                fix="Are the weights damaged? dsv2mk verify DIR",
+            )
         token = greedy(logits)
         yield logits, token
         if token in stop:
