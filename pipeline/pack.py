@@ -13,7 +13,7 @@ from dsv2mk.manifests.checkpoint import EMBED, FINAL_NORM, LM_HEAD, layer_prefix
 from dsv2mk.manifests.errors import InputError
 from dsv2mk.manifests.geometry import units_of
 from dsv2mk.manifests.layout import RankLayout
-from dsv2mk.manifests.scheme import BLOCK
+from dsv2mk.manifests.scheme import BLOCK, E4M3_MAX
 from dsv2mk.pipeline.quantise import (
     Array,
     dequantise_to_bf16,
@@ -23,6 +23,9 @@ from dsv2mk.pipeline.quantise import (
     to_bf16,
 )
 from dsv2mk.pipeline.snapshot import Reader, Snapshot, SourceTensor, band_rows, refuse_damaged
+
+#: The largest scale whose largest product is still finite in fp32.
+_MAX_SCALE = np.float32(np.finfo(np.float32).max / E4M3_MAX)
 
 
 class Sink(Protocol):
@@ -279,7 +282,7 @@ class Packer:
             return None
         tensor = self._snapshot.tensors[scale_name(source.name)]
         scales = self._reader.whole(tensor)
-        bad = ~(np.isfinite(scales) & (scales >= 0))
+        bad = ~((scales >= 0) & (scales <= _MAX_SCALE))
         if bad.any():
             row, column = divmod(int(bad.argmax()), scales.shape[1])
             value = scales[row, column]

@@ -341,7 +341,14 @@ def _quantization(config: Mapping[str, Any]) -> tuple[str, ...] | None:
             found=json.dumps(found),
             fix="Use the bf16 checkpoint",
         )
-    return tuple(quantization.get("modules_to_not_convert") or ())
+    plain = quantization.get("modules_to_not_convert")
+    plain = [] if plain is None else plain
+    if not isinstance(plain, list) or not all(isinstance(name, str) for name in plain):
+        raise InputError(
+            f"{CONFIG}: quantization_config.modules_to_not_convert",
+            expected="a list of module names",
+        )
+    return tuple(plain)
 
 
 def _check_tensors(
@@ -363,10 +370,15 @@ def _check_tensors(
             f"{folder}: {missing[0]}{more} missing{hint}",
             fix="The checkpoint and its config.json do not belong together, or it is not complete",
         )
+    for name, shape in expected.items():
+        if name in tensors:
+            _check_tensor(tensors[name], shape, tensors, kept_plain)
     for name, tensor in tensors.items():
-        if name in expected:
-            _check_tensor(tensor, expected[name], tensors, kept_plain)
-        elif IGNORED.fullmatch(name) is None and not _is_scale(name, tensors):
+        if (
+            name not in expected
+            and IGNORED.fullmatch(name) is None
+            and not _is_scale(name, tensors)
+        ):
             raise InputError(
                 f"{tensor.path}: {name} is not a tensor of this geometry",
                 fix="The checkpoint and its config.json do not belong together",
@@ -387,9 +399,12 @@ def _check_tensor(
     where = f"{tensor.path}: {tensor.name}"
     if tensor.shape != shape:
         raise InputError(f"{where}: shape", expected=list(shape), found=list(tensor.shape))
-    quantised = kept_plain is not None and is_linear(tensor.name)
-    if quantised and kept_plain is not None and any(part in tensor.name for part in kept_plain):
-        quantised = False
+    # A module's name matches whole parts: mlp.gate is the router, and not mlp.gate_proj.
+    quantised = (
+        kept_plain is not None
+        and is_linear(tensor.name)
+        and not any(f".{module}." in f".{tensor.name}." for module in kept_plain)
+    )
     allowed = ("F8_E4M3",) if quantised else _PLAIN_DTYPES
     if tensor.dtype not in allowed:
         because = "its quantization_config" if kept_plain is not None else "no quantization_config"

@@ -436,7 +436,7 @@ def test_geometries(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, **_SETTINGS)
+@settings(max_examples=25, **_SETTINGS)
 @given(
     config=geometries(),
     dtype=st.sampled_from(["bf16", "fp8-block"]),
@@ -784,7 +784,7 @@ def test_a_scale_that_is_none_is_refused(
     assert_refused(snapshot, capsys, f"{scale}[1, {last}] is {value}", early=False)
 
 
-def test_fp8_attention_past_bf16_is_refused(
+def test_a_scale_that_takes_fp8_attention_past_fp32_is_refused(
     tmp_path: Path, small_fp8: tuple[Tensors, Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors, config = copy_of(small_fp8[0]), small_fp8[1]
@@ -792,7 +792,7 @@ def test_fp8_attention_past_bf16_is_refused(
     tensors[FP8_ATTENTION].view(torch.uint8)[200, 3] = 0x7E
     tensors[FP8_ATTENTION + "_scale_inv"][1, 0] = 1e36
     snapshot = write_checkpoint(tmp_path / "s", tensors, config)
-    assert_refused(snapshot, capsys, f"{FP8_ATTENTION}[200, 3] is ", early=False)
+    assert_refused(snapshot, capsys, f"{FP8_ATTENTION}_scale_inv[1, 0] is ", early=False)
 
 
 @pytest.mark.parametrize(
@@ -839,7 +839,7 @@ def test_a_list_of_modules_that_is_none_is_refused(
     assert_refused(snapshot, capsys, "modules_to_not_convert")
 
 
-@pytest.mark.parametrize("listed", [None, [], ["lm_head", "layers.1.self_attn"]])
+@pytest.mark.parametrize("listed", [None, [], ["lm_head", "layers.1.mlp.gate"]])
 @pytest.mark.parametrize("name", PLAIN)
 def test_bf16_under_an_fp8_config_is_refused(
     tmp_path: Path,
