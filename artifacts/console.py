@@ -37,7 +37,7 @@ def reporting(function: Callable[..., Report]) -> Callable[..., int]:
         report = function(*args, **kwargs)
         for note in report.notes:
             message(note)
-        click.echo(json.dumps(report.data) if as_json else report.text)
+        click.echo(json.dumps(report.data) if as_json else _printable(report.text))
         return report.exit_code
 
     return wrapper
@@ -78,7 +78,12 @@ def run(command: click.Command, args: list[str] | None = None) -> int:
 
 def message(text: str) -> None:
     """A line on stderr."""
-    click.echo(text, err=True)
+    click.echo(_printable(text), err=True)
+
+
+def _printable(text: str) -> str:
+    """Text that any terminal takes: a path may hold bytes that are no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def progress(total: int, what: str) -> Any:

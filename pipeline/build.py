@@ -11,12 +11,11 @@ and `artifact/` is renamed to the output when it is complete and on disk. Thread
 access, hashing and quantising all run without the interpreter's lock.
 """
 
-import ctypes
 import errno
-import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,14 @@ from typing import TYPE_CHECKING, Any
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.artifacts.console import message, progress, size_text
 from dsv2mk.artifacts.container import encode_header
+from dsv2mk.artifacts.files import (
+    link_or_copy,
+    lock_folder,
+    replace_folder,
+    sync_folder,
+    write_all,
+    write_file,
+)
 from dsv2mk.artifacts.hashing import chunk_range, digest_of, hash_file, hash_range
 from dsv2mk.artifacts.journal import Journal
 from dsv2mk.manifests.errors import ArtifactError, InputError, SpaceError, UsageError
@@ -47,7 +54,7 @@ from dsv2mk.manifests.manifest import (
 from dsv2mk.manifests.topology import Topology
 from dsv2mk.pipeline.jobs import job_extents, jobs
 from dsv2mk.pipeline.remember import recall_source, remember_source
-from dsv2mk.pipeline.snapshot import Reader, Snapshot
+from dsv2mk.pipeline.snapshot import COMPANIONS, Reader, Snapshot
 
 if TYPE_CHECKING:
     from dsv2mk.pipeline.quantise import Array
@@ -67,6 +74,16 @@ CODE = (
     "pipeline/snapshot.py",
 )
 
+#: Names that an artifact's folder may hold; a folder with others is never replaced.
+_ARTIFACT_FILE = re.compile(
+    "|".join(
+        (
+            r"rank-\d+\.\w+\.safetensors|LICENSE.*",
+            *map(re.escape, (MANIFEST_NAME, *COMPANIONS)),
+        )
+    )
+)
+_JOURNAL = "journal.jsonl"
 _TOOLS = ("dsv2mk", "numba", "numpy", "torch", "xxhash")
 
 
@@ -113,7 +130,7 @@ def build(
     with _locked(out.parent / f".{out.name}.partial") as folder:
         existing = _existing(out, sections, snapshot, overwrite)
         if existing is not None:
-            shutil.rmtree(folder)
+            (folder / _JOURNAL).unlink(missing_ok=True)
             return BuildResult(manifest=existing, up_to_date=True)
         work = _Work(folder, snapshot, layouts, sections)
         try:
@@ -123,7 +140,7 @@ def build(
             message(f"what is done is kept in {folder}; the same command goes on from there")
             raise
         except InputError:
-            shutil.rmtree(folder)  # no other try with this input can use what is done
+            (folder / _JOURNAL).unlink()  # no other try with this input can use what is done
             raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -133,7 +150,7 @@ def build(
             work.close()
         _put_in_place(folder, manifest, out)
         remember_source(snapshot, manifest.data["source"])
-        shutil.rmtree(folder)
+        (folder / _JOURNAL).unlink()
     return BuildResult(
         manifest=manifest, up_to_date=False, resumed_jobs=work.resumed_jobs, notes=work.notes
     )
@@ -186,7 +203,7 @@ class _Work:
 
     def _open_journal(self, folder: Path) -> Journal:
         """The journal of what artifact/ holds, or a new one and nothing in artifact/."""
-        path = folder / "journal.jsonl"
+        path = folder / _JOURNAL
         if not self._is_ours(folder / "placing"):
             path.unlink(missing_ok=True)
         identity = {**self._sections, "stamps": self._stamps}
@@ -264,7 +281,7 @@ class _Work:
             fd = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o666)
             self._fds[name] = fd
             os.ftruncate(fd, self._sizes[name])
-            _write_all(fd, header, 0)
+            write_all(fd, header, 0)
 
     # ---- jobs ----
 
@@ -339,7 +356,7 @@ class _Work:
     def write(self, rank: int, part: str, offset: int, data: "Array") -> None:
         """Sink: write contiguous data into a part's file."""
         name = self._layouts[rank].file_name(part)
-        _write_all(
+        write_all(
             self._fds[name], data.reshape(-1).view("u1").data, len(self._headers[name]) + offset
         )
 
@@ -362,19 +379,19 @@ class _Work:
         first = self._layouts[0].file_name("replicated")
         for layout in self._layouts[1:]:
             name = layout.file_name("replicated")
-            _link(self._folder / first, self._folder / name)
+            link_or_copy(self._folder / first, self._folder / name)
             entries[name] = entries[first]
         for name, data in self._snapshot.companion_files.items():
-            _write_file(self._folder / name, data)
+            write_file(self._folder / name, data)
             entries[name] = hash_file(self._folder / name)
         source = {**self._snapshot.companions(), **self._snapshot.identity(self._digests)}
         tools = {name: metadata.version(name) for name in _TOOLS}
         tools["python"] = platform.python_version()
         manifest = make_manifest({**self._sections, "source": source}, entries, tools)
-        _write_file(self._folder / MANIFEST_NAME, manifest.encoded)
+        write_file(self._folder / MANIFEST_NAME, manifest.encoded)
         for fd in self._fds.values():
             os.fsync(fd)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         return manifest
 
     def close(self) -> None:
@@ -443,9 +460,9 @@ def _existing(
     """The manifest of `out` if that is what this build would give; None if there is work to do."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
-    if not (out / MANIFEST_NAME).exists():
+    if foreign := _foreign(out):
         raise UsageError(
-            f"{out} exists and is not an artifact", fix="Name another folder with --out"
+            f"{out} exists and is not an artifact: {foreign}", fix="Name another folder with --out"
         )
     again = "Add --overwrite to build it again; the old one stays until the new one is complete"
     try:
@@ -460,7 +477,7 @@ def _existing(
     if not changes:
         source = {**copied, **recall_source(snapshot, _hash_input)}
         changes = describe_changes({"source": old_source}, {"source": source})
-    if not changes:
+    if not changes and not (overwrite and _damaged(out)):
         return manifest
     if overwrite:
         for change in changes:
@@ -468,6 +485,24 @@ def _existing(
         return None
     shown = "; ".join(changes[:5]) + ("; …" if len(changes) > 5 else "")
     raise UsageError(f"{out} was built from something else: {shown}", fix=again)
+
+
+def _foreign(out: Path) -> str | None:
+    """Why a folder must not be replaced: it holds what no build has put there."""
+    if not out.is_dir():
+        return "it is no folder"
+    names = sorted(path.name for path in out.iterdir())
+    if MANIFEST_NAME not in names:
+        return f"it has no {MANIFEST_NAME}"
+    unknown = [name for name in names if _ARTIFACT_FILE.fullmatch(name) is None]
+    return f"it holds {unknown[0]}" if unknown else None
+
+
+def _damaged(out: Path) -> bool:
+    """Whether an artifact's bytes are not those of its manifest; reads all of them."""
+    artifact = Artifact.open(out)
+    with progress(artifact.bytes_to_verify(), "verify") as bar:
+        return bool(artifact.verify(done=bar.update))
 
 
 def _hash_input(snapshot: Snapshot) -> dict[str, str]:
@@ -478,87 +513,17 @@ def _hash_input(snapshot: Snapshot) -> dict[str, str]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
     """Hold the build's private folder. Raises UsageError if another build holds it."""
-    fd = _lock(folder)
+    fd = lock_folder(folder)
     try:
         yield folder
     finally:
+        if not (folder / _JOURNAL).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # nothing was begun, or all is done
         os.close(fd)
-
-
-def _lock(folder: Path) -> int:
-    while True:
-        folder.mkdir(exist_ok=True)
-        try:
-            fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.stat(folder / "lock")):
-                return fd
-            os.close(fd)
-        except FileNotFoundError:
-            continue  # a build that was ending has just removed the folder
-        except BlockingIOError:
-            os.close(fd)
-            raise UsageError(
-                f"another build is writing {folder}", fix="Wait for it, or name another --out"
-            ) from None
 
 
 def _put_in_place(folder: Path, manifest: Manifest, out: Path) -> None:
     """Rename a complete artifact to its final name; an old one there is exchanged, then removed."""
-    _write_file(folder / "placing", manifest.digest.encode())
-    _sync_folder(folder)
-    built = folder / "artifact"
-    if out.exists() and any(out.iterdir()):
-        _exchange(built, out)
-    else:
-        os.rename(built, out)
-    _sync_folder(out.parent)
-
-
-def _exchange(a: Path, b: Path) -> None:
-    """Swap two folders in one step (renameat2), or in two where the system cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-        at_cwd, exchange = -100, 2
-        if renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
-            return
-    except AttributeError:
-        pass
-    aside = b.parent / f".{b.name}.old"
-    os.rename(b, aside)
-    os.rename(a, b)
-    os.rename(aside, a)
-
-
-def _link(existing: Path, name: Path) -> None:
-    """A second name for a file, or a copy where the file system has no hard links."""
-    name.unlink(missing_ok=True)
-    try:
-        os.link(existing, name)
-    except OSError:
-        shutil.copyfile(existing, name)
-        fd = os.open(name, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_all(fd: int, data: Any, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    write_file(folder / "placing", manifest.digest.encode())
+    sync_folder(folder)
+    replace_folder(folder / "artifact", out)

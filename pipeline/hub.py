@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsv2mk.artifacts.console import progress
 from dsv2mk.manifests.errors import InputError, UsageError
-from dsv2mk.pipeline.snapshot import CONFIG, Snapshot
+from dsv2mk.pipeline.snapshot import INDEX, Snapshot
 
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PIECE = 1 << 20
@@ -48,7 +48,7 @@ def check_hashes(snapshot: Snapshot) -> None:
     the hash in `.cache/huggingface/download/<file>.metadata`. Raises InputError for a file that
     differs, UsageError if the snapshot tells no hash at all.
     """
-    names = [CONFIG, *sorted(snapshot.headers)]
+    names = [*snapshot.companion_files, INDEX, *sorted(snapshot.headers)]
     known = {name: etag for name in names if (etag := _etag(snapshot.path, name)) is not None}
     if not known:
         raise UsageError(

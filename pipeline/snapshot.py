@@ -276,7 +276,7 @@ def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """Tensor name to file name from the index, or None for a checkpoint of a single file."""
     index = folder / INDEX
-    if not index.exists() and not index.is_symlink() and (folder / SINGLE).exists():
+    if not os.path.lexists(index) and os.path.lexists(folder / SINGLE):
         return None
     weight_map = _parse_json(_read_bytes(folder, INDEX), index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -68,7 +68,7 @@ def synth(
     UsageError if `out` exists.
     """
     geometry = Geometry.from_config(config)
-    if out.exists():
+    if os.path.lexists(out):
         raise UsageError(f"{out} exists", fix=f"Name another folder, or remove it: rm -r {out}")
     tensors = list(_stored(geometry, dtype))
     shards = _assign_shards(tensors, max_shard_size)
