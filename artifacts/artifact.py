@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dsv2mk.artifacts.container import ContainerError, encode_header, read_header
+from dsv2mk.artifacts.container import ContainerError, ShardFile, read_header, shard_file
 from dsv2mk.artifacts.hashing import chunk_range, digest_of, hash_range
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.layout import PARTS, RankLayout, TensorSpec
@@ -44,12 +44,9 @@ class Artifact:
         return self.manifest.layouts
 
     @cached_property
-    def _headers(self) -> dict[str, bytes]:
-        return {
-            layout.file_name(part): encode_header(layout.part(part), layout.metadata(part))
-            for layout in self.layouts
-            for part in PARTS
-        }
+    def _shards(self) -> dict[str, ShardFile]:
+        files = (shard_file(layout, part) for layout in self.layouts for part in PARTS)
+        return {file.name: file for file in files}
 
     def file_problem(self, name: str) -> str | None:
         """What is wrong with a file's size or header, or None."""
@@ -58,7 +55,7 @@ class Artifact:
             size = path.stat().st_size
             if size != entry.size:
                 return f"expected {entry.size} bytes, found {size}"
-            if name in self._headers and read_header(path).encoded != self._headers[name]:
+            if name in self._shards and read_header(path).encoded != self._shards[name].header:
                 return "the header is not what the manifest gives"
         except ContainerError as error:
             return str(error)
@@ -72,8 +69,7 @@ class Artifact:
         The mapping is private: what is written to it never reaches the file.
         """
         spec = self.layouts[rank].tensors[name]
-        file_name = self.layouts[rank].file_name(spec.part)
-        start = len(self._headers[file_name]) + spec.offset
+        file_name, start = self.locate(rank, spec)
         with open(self.path / file_name, "rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return memoryview(mapping)[start : start + spec.nbytes]
@@ -116,7 +112,7 @@ class Artifact:
     def locate(self, rank: int, spec: TensorSpec) -> tuple[str, int]:
         """(file name, offset in that file) of a tensor."""
         name = self.layouts[rank].file_name(spec.part)
-        return name, len(self._headers[name]) + spec.offset
+        return name, self._shards[name].data_start + spec.offset
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv2mk.manifests.layout import PAGE, TensorSpec
+from dsv2mk.manifests.layout import PAGE, RankLayout, TensorSpec
 
 #: Longest header that the safetensors library accepts.
 MAX_HEADER = 100_000_000
@@ -52,6 +52,31 @@ class Header:
     metadata: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]  # in the order of their offsets
     file_size: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ShardFile:
+    """One file of a shard as it has to be: a part of a rank's layout with its header."""
+
+    name: str
+    layout: RankLayout
+    part: str
+    header: bytes
+    size: int
+
+    @property
+    def data_start(self) -> int:
+        """Where data starts in the file; offsets of a layout count from here."""
+        return len(self.header)
+
+
+def shard_file(layout: RankLayout, part: str) -> ShardFile:
+    """The file of a part of a rank's shard."""
+    header = encode_header(layout.part(part), layout.metadata(part))
+    size = len(header) + sum(spec.nbytes for spec in layout.part(part))
+    return ShardFile(
+        name=layout.file_name(part), layout=layout, part=part, header=header, size=size
+    )
 
 
 def read_header(path: Path) -> Header:

@@ -148,7 +148,7 @@ def build(
             f"{seconds:.1f} s ({size_text(source.nbytes / seconds)}/s of input), "
             f"digest {result.manifest.digest}"
         )
-    return Report(data=data, text=text, notes=result.notes)
+    return Report(data=data, text=text)
 
 
 def _cpus() -> int:

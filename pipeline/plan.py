@@ -4,13 +4,13 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dsv2mk.artifacts.container import encode_header
+from dsv2mk.artifacts.container import shard_file
 from dsv2mk.manifests.geometry import units_of
 from dsv2mk.manifests.layout import PARTS, RankLayout, group_layout
 from dsv2mk.manifests.scheme import BLOCK
 from dsv2mk.manifests.topology import Topology
-from dsv2mk.pipeline.build import disk_bytes, safety_margin
 from dsv2mk.pipeline.snapshot import BAND_BYTES, Snapshot
+from dsv2mk.pipeline.work import own_files, safety_margin
 
 #: Resident memory of a build before its first worker, interpreter and libraries: an upper bound.
 _BASE_BYTES = 600_000_000
@@ -65,7 +65,7 @@ def make_plan(snapshot: Snapshot, ranks: int, out: Path) -> Plan:
         input_fp8=snapshot.fp8,
         ranks=planned,
         group_bytes=sum(rank.file_bytes for rank in planned),
-        disk_bytes=disk_bytes(layouts),
+        disk_bytes=sum(file.size for file in own_files(layouts)),
         disk_margin=safety_margin(),
         disk_free=shutil.disk_usage(place).free,
         worker_bytes=_worker_bytes(snapshot),
@@ -75,11 +75,11 @@ def make_plan(snapshot: Snapshot, ranks: int, out: Path) -> Plan:
 
 
 def _plan_rank(layout: RankLayout) -> RankPlan:
-    headers = (encode_header(layout.part(part), layout.metadata(part)) for part in PARTS)
+    files = [shard_file(layout, part) for part in PARTS]
     return RankPlan(
         rank=layout.rank,
-        files=[layout.file_name(part) for part in PARTS],
-        file_bytes=sum(map(len, headers)) + layout.nbytes,
+        files=[file.name for file in files],
+        file_bytes=sum(file.size for file in files),
         units=layout.unit_offsets[-1],
         token_bytes=layout.token_bytes(),
     )
