@@ -28,7 +28,7 @@ from dsv2mk.artifacts.tensors import statistics
 from dsv2mk.manifests import manifest as manifest_module
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.layout import TensorSpec
-from dsv2mk.pipeline import build as build_module
+from dsv2mk.pipeline import work as work_module
 from dsv2mk.pipeline.cli import cli
 from tests.helpers import edit_json, make_artifact, make_snapshot, small_config
 
@@ -634,7 +634,7 @@ CHUNK = 16384
 @pytest.fixture
 def chunked(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
     """An artifact with chunks of 16 KiB, so that its files have many."""
-    for module in (manifest_module, hashing, build_module):
+    for module in (manifest_module, hashing, work_module):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     return make_artifact(snapshot, 2, tmp_path / "chunked")
 

@@ -5,6 +5,7 @@ goes on from what is done and ends in the same bytes.
 """
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -32,7 +33,6 @@ from dsv2mk.artifacts.journal import Journal
 from dsv2mk.manifests.checkpoint import checkpoint_tensors
 from dsv2mk.manifests.errors import InputError
 from dsv2mk.manifests.geometry import Geometry
-from dsv2mk.pipeline import build as build_module
 from dsv2mk.pipeline.build import build
 from dsv2mk.pipeline.cli import cli
 from dsv2mk.pipeline.pack import Packer
@@ -101,8 +101,10 @@ def names(folder: Path) -> set[str]:
 
 def recorded_jobs(partial: Path) -> list[str]:
     """Jobs in whole lines of a journal."""
-    journal = partial / "journal.jsonl"
-    lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
+    try:
+        lines = (partial / "journal.jsonl").read_bytes().split(b"\n")[1:-1]
+    except FileNotFoundError:
+        return []
     return [record["job"] for line in lines if "job" in (record := json.loads(line))]
 
 
@@ -119,6 +121,14 @@ def flip_byte(path: Path, at: int = -1) -> None:
 
 class Killed(BaseException):
     """The process is dead: nothing catches this."""
+
+
+def drop_locks() -> None:
+    """What the kernel does for a process that is dead, and cannot do for this one."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
+            if os.path.basename(os.readlink(f"/proc/self/fd/{fd}").split(" (")[0]) == "lock":
+                os.close(int(fd))
 
 
 class Machine:
@@ -162,6 +172,7 @@ class Machine:
         try:
             code = run(cli, list(args))
         except Killed:
+            drop_locks()
             return None
         finally:
             self.die_at, self._dead = 0, False
@@ -304,7 +315,7 @@ def test_death_between_the_renames_where_nothing_can_be_exchanged(
     few: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without renameat2 the old artifact steps aside first; later builds must not trip over it."""
-    monkeypatch.setattr(build_module.ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     out = few / "work" / "artifact"
     out.parent.mkdir()
     args = [*build_args(few / "snapshot", out), "--overwrite"]
@@ -314,7 +325,7 @@ def test_death_between_the_renames_where_nothing_can_be_exchanged(
     assert machine.build(args) == 0
     assert read_bytes(out) == expected
     renames = [at for at, step in enumerate(machine.steps, 1) if step == "rename"]
-    assert len(renames) >= 3
+    assert len(renames) >= 2
     for die_at in renames:
         assert machine.build(back) == 0
         assert read_bytes(out) == old
@@ -894,7 +905,7 @@ def test_sigkill_at_any_time(shared: Path, tmp_path: Path, server: Server, overw
         moment = took * (point + rng.random()) / points
         ended = one(lambda moment=moment: time.sleep(moment))
         assert ended or one()
-    for _ in range(4):
+    for _ in range(3):
         fresh()
         ended = one(placing) or one(placing)
         assert ended or one()
@@ -910,12 +921,13 @@ def test_sigkill_at_any_time(shared: Path, tmp_path: Path, server: Server, overw
 @pytest.mark.slow
 def test_ctrl_c(shared: Path, tmp_path: Path) -> None:
     out = tmp_path / "work" / "artifact"
-    args = [COMMAND, *build_args(shared / "many" / "snapshot", out, workers=2)]
+    args = [COMMAND, *build_args(shared / "many" / "snapshot", out)]
     args.remove("--json")
     process = subprocess.Popen(
         args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    wait_for(lambda: recorded_jobs(out.parent / PARTIAL))
+    wait_for(lambda: recorded_jobs(out.parent / PARTIAL) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     os.killpg(process.pid, signal.SIGINT)
     printed, said = process.communicate(timeout=60)
     assert process.returncode == 130
