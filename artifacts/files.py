@@ -1,6 +1,7 @@
 """Files and folders that are whole or absent: syncs, renames, a lock that dies with its holder."""
 
 import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -31,6 +32,10 @@ def lock_folder(folder: Path) -> int:
             raise UsageError(
                 f"another build is writing {folder}", fix="Wait for it, or name another --out"
             ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            return fd  # no locks here: see to it that two builds do not share an output
         os.close(fd)
 
 
@@ -75,17 +80,28 @@ def replace_folder(new: Path, final: Path) -> None:
     """Give `new` its final name; a folder that has that name takes the place of `new`.
 
     In one step where the system can exchange two names (renameat2). Where it cannot (NFS, say),
-    the final name is absent for a moment, and the old folder stays under `.<name>.old` if that
-    moment is cut short.
+    the final name is absent for a moment: `recover_folder` mends what that moment leaves if it is
+    cut short.
     """
-    aside = final.parent / f".{final.name}.old"
     if not final.exists() or not any(final.iterdir()):
         os.rename(new, final)
     elif not _exchange(new, final):
-        os.rename(final, aside)
+        os.rename(final, _aside(final))
         os.rename(new, final)
     sync_folder(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    recover_folder(final)
+
+
+def recover_folder(final: Path) -> None:
+    """End a replacement that was cut short: put the old folder back, or remove it if replaced."""
+    if final.exists():
+        shutil.rmtree(_aside(final), ignore_errors=True)
+    elif _aside(final).exists():
+        os.rename(_aside(final), final)
+
+
+def _aside(final: Path) -> Path:
+    return final.parent / f".{final.name}.old"
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.resources import files as resource_files
 from pathlib import Path
@@ -18,7 +18,13 @@ from typing import Any
 
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.artifacts.console import message, progress
-from dsv2mk.artifacts.files import lock_folder, replace_folder, sync_folder, write_file
+from dsv2mk.artifacts.files import (
+    lock_folder,
+    recover_folder,
+    replace_folder,
+    sync_folder,
+    write_file,
+)
 from dsv2mk.manifests.errors import ArtifactError, InputError, UsageError
 from dsv2mk.manifests.layout import group_layout
 from dsv2mk.manifests.manifest import (
@@ -30,7 +36,7 @@ from dsv2mk.manifests.manifest import (
 from dsv2mk.manifests.topology import Topology
 from dsv2mk.pipeline.remember import recall_source, remember_source
 from dsv2mk.pipeline.snapshot import COMPANIONS, Snapshot
-from dsv2mk.pipeline.work import JOURNAL, PLACING, Work, no_space
+from dsv2mk.pipeline.work import JOURNAL, PLACING, Work, bytes_missing, inode, no_space
 
 #: The modules whose source decides the bytes of a shard.
 CODE = (
@@ -98,14 +104,15 @@ def build(
         snapshot.geometry, Topology(ranks=ranks), snapshot.companions(), code_hashes()
     )
     with _locked(out.parent / f".{out.name}.partial") as folder:
+        recover_folder(out)
         existing = _existing(out, sections, snapshot, overwrite)
         if existing is not None:
             (folder / JOURNAL).unlink(missing_ok=True)
             return BuildResult(manifest=existing, up_to_date=True)
-        work = Work(folder, snapshot, layouts, sections)
         try:
-            work.run(workers, device)
-            manifest = work.finish()
+            with closing(Work(folder, snapshot, layouts, sections)) as work:
+                work.run(workers, device)
+                manifest = work.finish()
         except KeyboardInterrupt:
             message(f"what is done is kept in {folder}; the same command goes on from there")
             raise
@@ -114,11 +121,9 @@ def build(
             raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise no_space(folder, work.bytes_missing()) from None
+                raise no_space(folder, bytes_missing(folder, layouts)) from None
             raise
-        finally:
-            work.close()
-        _put_in_place(folder, manifest, out)
+        _put_in_place(folder, out)
         remember_source(snapshot, manifest.data["source"])
         (folder / JOURNAL).unlink()
     return BuildResult(manifest=manifest, up_to_date=False, resumed_jobs=work.resumed_jobs)
@@ -201,8 +206,9 @@ def _locked(folder: Path) -> Iterator[Path]:
         os.close(fd)
 
 
-def _put_in_place(folder: Path, manifest: Manifest, out: Path) -> None:
+def _put_in_place(folder: Path, out: Path) -> None:
     """Rename a complete artifact to its final name; an old one there is exchanged, then removed."""
-    write_file(folder / PLACING, manifest.digest.encode())
+    write_file(folder / f"{PLACING}.new", inode(folder / "artifact").encode())
+    os.replace(folder / f"{PLACING}.new", folder / PLACING)
     sync_folder(folder)
     replace_folder(folder / "artifact", out)

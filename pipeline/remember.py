@@ -18,23 +18,26 @@ def recall_source(
     snapshot: Snapshot, hash_input: Callable[[Snapshot], Mapping[str, str]]
 ) -> dict[str, Any]:
     """The snapshot's identity: remembered, or from `hash_input`'s tensor digests."""
-    stamps = snapshot.stamps()
     try:
         memory = json.loads(_memory(snapshot).read_bytes())
-        if memory["stamps"] == stamps and isinstance(memory["files"], dict):
+        if memory["stamps"] == snapshot.stamps and isinstance(memory["files"], dict):
             return {"files": memory["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         pass  # nothing remembered: hash
     source = snapshot.identity(hash_input(snapshot))
-    if snapshot.stamps() == stamps:
-        remember_source(snapshot, source)
+    remember_source(snapshot, source)
     return source
 
 
 def remember_source(snapshot: Snapshot, source: Mapping[str, Any]) -> None:
-    """Keep the identity of a snapshot that was just read. Does nothing where it cannot write."""
+    """Keep the identity of a snapshot that was read, unless it changed meanwhile.
+
+    Does nothing where it cannot write: the memory only saves time.
+    """
+    if snapshot.has_changed():
+        return
     path = _memory(snapshot)
-    memory = {"files": source["files"], "stamps": snapshot.stamps()}
+    memory = {"files": source["files"], "stamps": snapshot.stamps}
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -137,14 +137,19 @@ class Snapshot:
     fp8: bool
     tensors: Mapping[str, SourceTensor]
     headers: Mapping[str, Header]  # by file name
+    companion_files: Mapping[str, bytes]  # go into the artifact as they are
+    stamps: Mapping[str, list[int]]  # of the files, from before any of them was read
 
     @classmethod
     def open(cls, path: Path) -> "Snapshot":
         """Read config.json, the index and all headers. Raises InputError."""
-        config = _parse_json(_read_bytes(path, CONFIG), path / CONFIG)
+        companions = _read_companions(path)
+        config = _parse_json(companions[CONFIG], path / CONFIG)
         geometry = Geometry.from_config(config)
         kept_plain = _quantization(config)
-        headers, tensors = _read_files(path)
+        weight_map, files = _weight_map(path)
+        stamps = _stamps(path, files)
+        headers, tensors = _read_files(path, weight_map, files)
         _check_tensors(path, geometry, tensors, kept_plain)
         return cls(
             path=path,
@@ -153,6 +158,8 @@ class Snapshot:
             fp8=kept_plain is not None,
             tensors=tensors,
             headers=headers,
+            companion_files=companions,
+            stamps=stamps,
         )
 
     @cached_property
@@ -174,20 +181,12 @@ class Snapshot:
         """The block scales of an E4M3 tensor."""
         return self.tensors[scale_name(tensor.name)]
 
-    def stamps(self) -> dict[str, list[int]]:
-        """For each file: size, times of change and inode. Equal stamps, same content."""
-        out: dict[str, list[int]] = {}
-        for name in sorted(self.headers):
-            info = os.stat(self.path / name)
-            out[name] = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
-        return out
-
-    @cached_property
-    def companion_files(self) -> dict[str, bytes]:
-        """Small files that go into the artifact as they are: config, tokenizer, licence."""
-        names = [*COMPANIONS, *sorted(path.name for path in self.path.glob("LICENSE*"))]
-        found = [name for name in names if (self.path / name).is_file()]
-        return {name: _read_bytes(self.path, name) for name in found}
+    def has_changed(self) -> bool:
+        """Whether a file is not what it was when the snapshot was opened."""
+        return (
+            _stamps(self.path, list(self.headers)) != self.stamps
+            or _read_companions(self.path) != self.companion_files
+        )
 
     def companions(self) -> dict[str, Any]:
         """Part of the manifest's `source` section: sha256 of the files that are copied."""
@@ -273,11 +272,30 @@ def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is {error}") from None
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor name to file name from the index, or None for a checkpoint of a single file."""
+def _read_companions(folder: Path) -> dict[str, bytes]:
+    """config.json and, where they are there, the other small files, by name."""
+    names = [name for name in COMPANIONS if name == CONFIG or (folder / name).is_file()]
+    names += sorted(path.name for path in folder.glob("LICENSE*") if path.is_file())
+    return {name: _read_bytes(folder, name) for name in names}
+
+
+def _stamps(folder: Path, files: list[str]) -> dict[str, list[int]]:
+    """For each file: size, both times of change and inode."""
+    out: dict[str, list[int]] = {}
+    for name in sorted(files):
+        try:
+            info = os.stat(folder / name)
+        except OSError as error:
+            raise _unreadable(folder, name, error) from None
+        out[name] = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
+    return out
+
+
+def _weight_map(folder: Path) -> tuple[dict[str, str] | None, list[str]]:
+    """Tensor name to file name from the index, or None for a single file; and all files."""
     index = folder / INDEX
     if not os.path.lexists(index) and os.path.lexists(folder / SINGLE):
-        return None
+        return None, [SINGLE]
     weight_map = _parse_json(_read_bytes(folder, INDEX), index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(str(index), expected="a weight_map", found=type(weight_map).__name__)
@@ -287,20 +305,21 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             raise InputError(
                 f"{index}: {tensor}", expected="a file inside the folder", found=ascii(file)
             )
-    return weight_map
-
-
-def _read_files(folder: Path) -> tuple[dict[str, Header], dict[str, SourceTensor]]:
-    weight_map = _weight_map(folder)
-    names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
-    absent = [name for name in names if not (folder / name).exists()]
+    files = sorted(set(weight_map.values()))
+    absent = [name for name in files if not (folder / name).exists()]
     if absent:
         error = _unreadable(folder, absent[0], FileNotFoundError(2, "No such file"))
         if len(absent) > 1:
             error = InputError(f"{error.what} ({len(absent)} files are missing)", fix=error.fix)
         raise error
+    return weight_map, files
+
+
+def _read_files(
+    folder: Path, weight_map: Mapping[str, str] | None, files: list[str]
+) -> tuple[dict[str, Header], dict[str, SourceTensor]]:
     headers: dict[str, Header] = {}
-    for name in names:
+    for name in files:
         try:
             headers[name] = read_header(folder / name)
         except ContainerError as error:

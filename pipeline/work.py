@@ -5,12 +5,11 @@ Everything is written in a private folder beside the output, `.<name>.partial`:
     lock            held (flock) by the build that works here
     journal.jsonl   what is done: see artifacts/journal.py
     artifact/       the files, at their final size from the start
-    placing         from just before artifact/ gets its final name: the digest of its manifest
+    placing         from just before artifact/ gets its final name: its inode
 
 Threads are enough: file access, hashing and quantising all run without the interpreter's lock.
 """
 
-import hashlib
 import os
 import platform
 import shutil
@@ -63,16 +62,12 @@ class Work:
         self._layouts = layouts
         self._sections = sections
         self._files = {file.name: file for file in own_files(layouts)}
-        self._stamps = snapshot.stamps()
-        self._journal = self._open_journal(folder)
-        self._todo, self._chunk_jobs = self._plan_jobs()
-        self._digests: dict[str, str] = {}
-        self._chunks: dict[tuple[str, int], str] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._fds: dict[str, int] = {}
+        self._journal = Journal(folder / JOURNAL)
         try:
-            self._replay()
+            self._take_up(folder)
             self._check_space()
             self._open_files()
         except BaseException:
@@ -81,20 +76,26 @@ class Work:
 
     # ---- before ----
 
-    def _open_journal(self, folder: Path) -> Journal:
-        """The journal of what artifact/ holds, or a new one and nothing in artifact/."""
-        path = folder / JOURNAL
-        if not self._is_ours(folder / PLACING):
-            path.unlink(missing_ok=True)
-        identity = {**self._sections, "stamps": self._stamps}
-        journal = Journal(path, identity)
-        if not journal.resumed:
-            if journal.found_identity is not None:
-                changes = describe_changes(journal.found_identity, identity)
-                message(f"starting over: the unfinished build differs in {changes[0]}")
-            shutil.rmtree(self._folder, ignore_errors=True)
+    def _take_up(self, folder: Path) -> None:
+        """Go on from what the journal says, or start over with nothing in artifact/."""
+        identity = {**self._sections, "stamps": self._snapshot.stamps}
+        found = self._journal.records[0] if self._journal.records else None
+        if found is None:
+            why = None
+        elif found != identity:
+            why = describe_changes(found, identity)[0]
+        elif not self._is_ours(folder / PLACING):
+            why = "its files are not those of its journal"
+        else:
+            (folder / PLACING).unlink(missing_ok=True)
+            self._replay(self._journal.records[1:])
+            return
+        if why is not None:
+            message(f"started over, the unfinished build does not fit: {why}")
+        shutil.rmtree(self._folder, ignore_errors=True)
         (folder / PLACING).unlink(missing_ok=True)
-        return journal
+        self._journal.restart(identity)
+        self._replay([])
 
     def _is_ours(self, placing: Path) -> bool:
         """Whether artifact/ holds what the journal says, and not an old artifact exchanged."""
@@ -102,12 +103,29 @@ class Work:
             for name, file in self._files.items():
                 if (self._folder / name).stat().st_size != file.size:
                     return False
-            if not placing.exists():
-                return True
-            manifest = (self._folder / MANIFEST_NAME).read_bytes()
-            return placing.read_text() == hashlib.sha256(manifest).hexdigest()
+            return not placing.exists() or placing.read_text() == inode(self._folder)
         except OSError:
             return False
+
+    def _replay(self, records: list[dict[str, Any]]) -> None:
+        """Take over what is done."""
+        self._todo, self._chunk_jobs = self._plan_jobs()
+        self._digests: dict[str, str] = {}
+        self._chunks: dict[tuple[str, int], str] = {}
+        done: set[str] = set()
+        for record in records:
+            if "job" in record:
+                done.add(record["job"])
+                self._digests |= record["digests"]
+            else:
+                self._chunks[record["file"], record["chunk"]] = record["xxh3"]
+        self.resumed_jobs = len(done)
+        self._todo = [job for job in self._todo if job not in done]
+        self._chunk_jobs = {
+            chunk: remaining - done
+            for chunk, remaining in self._chunk_jobs.items()
+            if chunk not in self._chunks
+        }
 
     def _plan_jobs(self) -> tuple[list[str], dict[tuple[str, int], set[str]]]:
         """All jobs, and for each chunk of each file the jobs that write into it."""
@@ -122,34 +140,8 @@ class Work:
                         chunk_jobs[name, index].add(job)
         return jobs(self._snapshot.geometry), chunk_jobs
 
-    def _replay(self) -> None:
-        done: set[str] = set()
-        for record in self._journal.records:
-            if "job" in record:
-                done.add(record["job"])
-                self._digests |= record["digests"]
-            else:
-                self._chunks[record["file"], record["chunk"]] = record["xxh3"]
-        self.resumed_jobs = len(done)
-        self._todo = [job for job in self._todo if job not in done]
-        self._chunk_jobs = {
-            chunk: remaining - done
-            for chunk, remaining in self._chunk_jobs.items()
-            if chunk not in self._chunks
-        }
-
-    def bytes_missing(self) -> int:
-        """Bytes that the finished artifact takes on disk beyond what is there already."""
-        there = 0
-        for name in self._files:
-            try:
-                there += (self._folder / name).stat().st_blocks * 512
-            except FileNotFoundError:
-                continue
-        return max(0, sum(file.size for file in self._files.values()) - there)
-
     def _check_space(self) -> None:
-        missing = self.bytes_missing()
+        missing = bytes_missing(self._folder.parent, self._layouts)
         if missing + safety_margin() > shutil.disk_usage(self._folder.parent).free:
             raise no_space(self._folder.parent, missing)
 
@@ -243,7 +235,7 @@ class Work:
 
     def finish(self) -> Manifest:
         """Complete the folder: the other ranks' replicated part, small files, the manifest."""
-        if self._snapshot.stamps() != self._stamps:
+        if self._snapshot.has_changed():
             raise InputError(
                 f"{self._snapshot.path} changed while it was read",
                 fix="Leave the input alone and build again",
@@ -282,6 +274,12 @@ class _Stopped(Exception):
     """Raised in a worker when another one has failed or the user has interrupted."""
 
 
+def inode(folder: Path) -> str:
+    """What tells a folder from another that has taken its name."""
+    info = folder.stat()
+    return f"{info.st_dev} {info.st_ino}"
+
+
 def safety_margin() -> int:
     """Bytes of disk that a build leaves free: DSV2MK_CACHE_SAFETY_GIB, 1 by default."""
     text = os.environ.get("DSV2MK_CACHE_SAFETY_GIB", "1")
@@ -302,6 +300,18 @@ def own_files(layouts: list[RankLayout]) -> list[ShardFile]:
         for part in PARTS
         if part != "replicated" or layout.rank == 0
     ]
+
+
+def bytes_missing(folder: Path, layouts: list[RankLayout]) -> int:
+    """Bytes that the finished artifact takes on disk beyond what a build's folder holds."""
+    missing = 0
+    for file in own_files(layouts):
+        try:
+            there = (folder / "artifact" / file.name).stat().st_blocks * 512
+        except OSError:
+            there = 0
+        missing += max(0, file.size - there)
+    return missing
 
 
 def no_space(folder: Path, missing: int) -> SpaceError:
