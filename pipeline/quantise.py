@@ -133,17 +133,17 @@ def _quantise_bf16(
     shifted = shifted_bits.view(np.float32)
     power_bits = np.empty(2, np.uint32)
     power = power_bits.view(np.float32)
-    column_max = np.empty(BLOCK, np.uint16)
+    # Row by row first, in the order of memory; the second pass finds the band in the cache.
+    column_max = np.zeros(columns, np.uint16)
+    for i in range(rows):
+        row = band[i]
+        for j in range(columns):
+            magnitude = np.uint16(row[j] & np.uint16(0x7FFF))
+            column_max[j] = magnitude if magnitude > column_max[j] else column_max[j]
     for block in range((columns + BLOCK - 1) // BLOCK):
         start = block * BLOCK
         width = min(BLOCK, columns - start)
-        column_max[:] = 0
-        for i in range(rows):
-            row = band[i, start : start + width]
-            for j in range(width):
-                magnitude = np.uint16(row[j] & np.uint16(0x7FFF))
-                column_max[j] = magnitude if magnitude > column_max[j] else column_max[j]
-        amax = np.int64(column_max.max())
+        amax = np.int64(column_max[start : start + width].max())
         if amax >= 0x7F80:
             for i in range(rows):
                 for j in range(width):
