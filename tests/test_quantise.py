@@ -1,88 +1,18 @@
-"""Quantising and rounding, against float64 arithmetic that knows only the formats' definitions."""
+"""Quantising to block-FP8, bit for bit, and values that are refused."""
 
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from helpers import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_fp8 import BF16_GRID, BLOCK, E4M3, E4M3_GRID, FINITE, bf16, exact, reference_quantise
 
-from dsv2mk.pipeline.quantise import (
-    dequantise_to_bf16,
-    first_e4m3_nan,
-    place,
-    quantise_band,
-    to_bf16,
-)
+from dsv2mk.pipeline.quantise import first_e4m3_nan, place, quantise_band, to_bf16
 
-BLOCK = 128
 UNTOUCHED = 0xAA
-
-# ---- the reference ----
-
-
-def e4m3_value(code: int) -> float:
-    """E4M3 (OCP FP8, finite): 4 exponent bits of bias 7, 3 of mantissa, NaN where all 7 are set."""
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if code & 0x7F == 0x7F:
-        return float("nan")
-    size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if code & 0x80 else size
-
-
-E4M3 = np.array([e4m3_value(code) for code in range(256)])
-E4M3_GRID = E4M3[:0x7F]  # 0 to 448
-# Every bf16 magnitude; the code of infinity stands for 2^128, whence values round to it.
-BF16_GRID = np.append((np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32), 2.0**128)
-
-
-def nearest_even(grid: np.ndarray, magnitudes: np.ndarray) -> np.ndarray:
-    """Index of the nearest grid value; of two that are equally near, the even index."""
-    middles = (grid[:-1] + grid[1:]) / 2  # exact: both grids have few mantissa bits
-    code = np.searchsorted(middles, magnitudes, side="left")
-    tie = (code < len(middles)) & (middles[np.minimum(code, len(middles) - 1)] == magnitudes)
-    return code + (tie & (code % 2 == 1))
-
-
-def block_scales(amax: np.ndarray) -> np.ndarray:
-    """By exact search: the smallest power of two s >= 2^-126 with amax <= 448 s; 1 for zero."""
-    scale = np.full(amax.shape, np.nan)
-    for exponent in range(-126, 128):
-        fits = np.isnan(scale) & (amax <= 448 * 2.0**exponent)
-        scale[fits] = 2.0**exponent
-    scale[amax == 0] = 1
-    return scale
-
-
-def reference_quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes [rows, columns], scales [rows / 128, columns / 128], both up) of float64 values."""
-    rows, columns = values.shape
-    high, wide = -(-rows // BLOCK), -(-columns // BLOCK)
-    padded = np.zeros((high * BLOCK, wide * BLOCK))
-    padded[:rows, :columns] = np.abs(values)
-    scales = block_scales(padded.reshape(high, BLOCK, wide, BLOCK).max((1, 3)))
-    spread = scales.repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns]
-    codes = nearest_even(E4M3_GRID, np.abs(values) / spread)  # a power of two: exact
-    return (codes | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8), scales
-
-
-def exact(values: np.ndarray) -> np.ndarray:
-    """float64 of fp16, fp32, or of bf16's bits."""
-    if values.dtype == np.uint16:
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float64)
-
-
-def bf16(values: object) -> np.ndarray:
-    """Bits of values that bf16 holds exactly."""
-    wide = np.asarray(values, np.float64)
-    bits = (nearest_even(BF16_GRID, np.abs(wide)) | np.signbit(wide) * 0x8000).astype(np.uint16)
-    assert np.array_equal(exact(bits), wide)
-    return bits
-
-
-# ---- the code under test ----
 
 
 def quantise(values: np.ndarray, device: str = "cpu") -> tuple[np.ndarray, np.ndarray]:
@@ -117,9 +47,6 @@ def check(values: np.ndarray, device: str = "cpu") -> tuple[np.ndarray, np.ndarr
 # "cpu:0" is the CPU too, but by way of torch.
 BOTH_PATHS = pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 
-ALL_BITS = np.arange(1 << 16, dtype=np.uint16)
-FINITE = ALL_BITS[(ALL_BITS & 0x7F80) != 0x7F80]
-
 
 def test_the_reference_grids_are_the_formats() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
@@ -129,10 +56,7 @@ def test_the_reference_grids_are_the_formats() -> None:
     assert BF16_GRID[[1, 0x80, 0x3F80]].tolist() == [2.0**-133, 2.0**-126, 1.0]
 
 
-# ---- quantise_band ----
-
-
-@BOTH_PATHS
+@pytest.mark.parametrize("device", slow_but(["cpu", "cpu:0"], "cpu"))
 def test_every_finite_bf16_alone_in_a_block(device: str) -> None:
     # One value a block, at a position that moves; and as the one value of an edge block.
     for values in np.array_split(FINITE, 32):
@@ -442,87 +366,3 @@ def test_bytes_go_where_the_strides_say_and_nowhere_else(
     out = np.full_like(expected, UNTOUCHED)
     place(codes, out, row_stride=row_stride, block_stride=block_stride)
     assert np.array_equal(out, expected)
-
-
-# ---- bf16 ----
-
-
-def reference_bf16(values: np.ndarray) -> np.ndarray:
-    """Bits of the nearest bf16 (ties to even) of float64 values that are no NaN."""
-    codes = nearest_even(BF16_GRID, np.minimum(np.abs(values), 2.0**128))
-    return (codes | np.signbit(values) * 0x8000).astype(np.uint16)
-
-
-def test_to_bf16_leaves_bf16_alone() -> None:
-    assert np.array_equal(to_bf16(FINITE)[0], FINITE)
-    assert to_bf16(FINITE)[1] == -1
-
-
-def test_to_bf16_of_every_fp16() -> None:
-    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    values = values[np.isfinite(values)].reshape(62, -1)
-    bits, bad = to_bf16(values)
-    assert bad == -1
-    assert np.array_equal(bits, reference_bf16(exact(values)))
-    assert np.array_equal(bits, torch.from_numpy(values).bfloat16().view(torch.uint16).numpy())
-
-
-def test_to_bf16_of_fp32() -> None:
-    """For every finite bf16: itself, the tie above it and the fp32 values on both sides of both."""
-    base = FINITE.astype(np.uint32) << 16
-    offsets = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    bits32 = base[:, None] + offsets
-    overflows = (FINITE[:, None] & 0x7FFF == 0x7F7F) & (offsets >= 0x8000)
-    values = bits32.view(np.float32)
-    kept = values[~overflows]
-    bits, bad = to_bf16(kept)
-    assert bad == -1
-    assert np.array_equal(bits, reference_bf16(exact(kept)))
-    assert overflows.sum() == 6
-    for value in values[overflows]:  # finite in fp32, infinite in bf16
-        row = np.zeros((2, 200), np.float32)
-        row[1, 131] = value
-        bits, bad = to_bf16(row)
-        assert bad == 331
-        assert bits[1, 131] == reference_bf16(exact(value))
-
-
-# ---- dequantising ----
-
-
-def reference_dequantise(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """E4M3 times an fp32 scale in fp32 (the true product, rounded once), then bf16."""
-    spread = scales.astype(np.float64).repeat(BLOCK, 1)[:, : codes.shape[1]]
-    product = E4M3[codes] * spread  # 4 by 24 bits: exact in float64
-    return reference_bf16(product.astype(np.float32).astype(np.float64))
-
-
-def test_dequantise_every_byte() -> None:
-    """Every byte under scales of all sizes, no powers of two, in whole and in edge blocks."""
-    rng = np.random.default_rng(3)
-    codes = np.arange(256, dtype=np.uint8)
-    codes = codes[(codes & 0x7F) != 0x7F]
-    values = np.stack([rng.permutation(np.resize(codes, 300)) for _ in range(200)])
-    scales = (rng.uniform(1, 2, (200, 3)) * 2.0 ** rng.integers(-148, 118, (200, 3))).astype("f4")
-    scales[0] = [1.0, 0.0, 2.0**-126]
-    bits, bad = dequantise_to_bf16(values, scales)
-    assert bad == -1
-    assert np.array_equal(bits, reference_dequantise(values, scales))
-
-
-def test_dequantise_with_powers_of_two_loses_nothing() -> None:
-    codes = np.arange(0x7F, dtype=np.uint8)[None]
-    bits, _ = dequantise_to_bf16(codes, np.array([[2.0**-20]], np.float32))
-    assert np.array_equal(exact(bits)[0], E4M3_GRID * 2.0**-20)
-
-
-def test_dequantise_names_what_overflows() -> None:
-    values = np.zeros((3, 300), np.uint8)
-    values[2, 290] = 0x7E
-    scales = np.ones((3, 3), np.float32)
-    scales[2, 2] = 1e36  # 4.48e38 is past bf16
-    assert dequantise_to_bf16(values, scales)[1] == 890
-    scales[2, 2] = 1e35
-    assert dequantise_to_bf16(values, scales)[1] == -1
-    values[1, 128] = 0x7F
-    assert dequantise_to_bf16(values, scales)[1] == 428

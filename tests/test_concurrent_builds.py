@@ -1,0 +1,112 @@
+"""Several builds of one output at a time: one builds, the others are told so."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import PARTIAL, Server, json_build
+from helpers import Call, Done, names, read_bytes, spawn
+
+
+def test_second_build_of_the_same_output(
+    few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second process comes while the first writes; also one that would build something else."""
+    out = few / "work" / "artifact"
+    args = json_build(few / "snapshot", out)
+    seen: list[Done] = []
+    calls, pwrite = 0, os.pwrite
+
+    def meeting(fd: int, data: Any, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            seen.append(spawn(*args))
+            seen.append(spawn(*json_build(few / "other", out, ranks=1), "--overwrite"))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", meeting)
+    done = dsv2mk(*args)
+    assert (done.code, done.json["resumed_jobs"]) == (0, 0)
+    assert len(seen) == 2
+    for refused in seen:
+        assert refused.code == 2
+        assert "another build is writing" in refused.out
+        assert str(out.parent / PARTIAL) in refused.out
+    assert read_bytes(out) == read_bytes(few / "artifact")
+
+
+def test_a_build_that_begins_while_another_clears_up(
+    few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any step of that the first one is in place, and the second is done or told to wait."""
+    out = few / "work" / "artifact"
+    first = [*json_build(few / "snapshot", out), "--overwrite"]
+    second = [*json_build(few / "other", out), "--overwrite"]
+    expected, old = read_bytes(few / "artifact"), read_bytes(few / "old")
+    calls = meet_at = 0
+    seen: list[int] = []
+
+    def meet(real: Callable[..., Any]) -> Callable[..., Any]:
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if out.exists() and read_bytes(out) == expected and not seen:
+                calls += 1
+                if calls == meet_at:
+                    seen.append(-1)
+                    met = dsv2mk(*second)
+                    seen[0] = met.code
+                    assert met.code == 0 or "another build is writing" in met.out
+            return real(*args, **kwargs)
+
+        return hooked
+
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(os, name, meet(getattr(os, name)))
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: None)
+    wrong: list[str] = []
+    while calls >= meet_at:
+        shutil.rmtree(few / "work", ignore_errors=True)
+        shutil.copytree(few / "old", out)
+        seen.clear()
+        calls, meet_at = 0, meet_at + 1
+        code, said, _ = dsv2mk(*first)
+        if seen:
+            checks = {
+                f"exit {code} {said}": code == 0,
+                f"second: exit {seen}": seen[0] in (0, 2),
+                "another result": read_bytes(out) == (old if seen[0] == 0 else expected),
+                f"left {names(out.parent)}": names(out.parent) == {"artifact"},
+            }
+            wrong += [f"{meet_at}: {what}" for what, right in checks.items() if not right]
+    assert meet_at > len(expected)  # the old artifact's files and some more were removed
+    assert wrong == []
+
+
+@pytest.mark.slow
+def test_several_at_once(few_shared: Path, tmp_path: Path, server: Server) -> None:
+    """Some build, the others find it in use or done; nobody is told anything else."""
+    out = tmp_path / "work" / "artifact"
+    args = json_build(few_shared / "snapshot", out)
+    for _ in range(8):
+        server.start(args, count=4)
+        codes = server.wait()
+        built = 0
+        for number, code in enumerate(codes):
+            printed, said = server.printed(number)
+            report = json.loads(printed)
+            assert said == ""
+            if code:
+                assert code == 2
+                assert "another build is writing" in report["error"]["message"]
+            else:
+                built += not report["up_to_date"]
+        assert built == 1
+        assert read_bytes(out) == read_bytes(few_shared / "artifact")
+        assert names(out.parent) == {"artifact"}
+        shutil.rmtree(out)
