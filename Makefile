@@ -31,11 +31,11 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 artifacts: $(READY) ## Build an artifact: make artifacts SNAPSHOT=... TP=8 OUT=...
-	$(BIN)/dsv2mk build $(SNAPSHOT) --tp $(TP) --out $(or $(OUT),$(error OUT is not set: make artifacts SNAPSHOT=... TP=8 OUT=...))
+	$(BIN)/dsv2mk build $(if $(SNAPSHOT),"$(SNAPSHOT)") --tp $(TP) --out "$(or $(OUT),$(error OUT is not set: make artifacts SNAPSHOT=... TP=8 OUT=...))"
 
 bench-build: $(READY) ## Measure the build against the plain way and a plain copy
 	$(BIN)/python tests/bench_build.py
 
-clean: ## Remove everything that make made
+clean: ## Remove what make made: .venv, build/ with all that is in it, caches
 	rm -rf .venv .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dsv2mk.artifacts.container import ContainerError, ShardFile, read_header, shard_file
+from dsv2mk.artifacts.container import ContainerError, read_header
 from dsv2mk.artifacts.hashing import chunk_range, digest_of, hash_range
+from dsv2mk.artifacts.shards import ShardFile, shard_file
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.layout import PARTS, RankLayout, TensorSpec
-from dsv2mk.manifests.manifest import MANIFEST_NAME, Manifest, describe_changes, parse_manifest
+from dsv2mk.manifests.manifest import MANIFEST_NAME, FileEntry, Manifest, changes, parse_manifest
 
 _REBUILD = "Build it again: dsv2mk build SNAPSHOT --tp N --out DIR --overwrite"
 
 
 @dataclass(kw_only=True, frozen=True)
 class Artifact:
-    """An artifact whose manifest has been read and whose shard files have the right headers."""
+    """An artifact whose manifest has been read; `open` has checked its files' headers too."""
 
     path: Path
     manifest: Manifest
@@ -64,15 +65,15 @@ class Artifact:
         return None
 
     def map_tensor(self, rank: int, name: str) -> memoryview:
-        """A tensor's bytes, mapped. KeyError for a name that the rank does not have.
-
-        The mapping is private: what is written to it never reaches the file.
-        """
+        """A tensor's bytes, mapped read-only. KeyError for a name that the rank does not have."""
         spec = self.layouts[rank].tensors[name]
         file_name, start = self.locate(rank, spec)
+        before = start % mmap.ALLOCATIONGRANULARITY
         with open(self.path / file_name, "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return memoryview(mapping)[start : start + spec.nbytes]
+            mapping = mmap.mmap(
+                file.fileno(), before + spec.nbytes, access=mmap.ACCESS_READ, offset=start - before
+            )
+        return memoryview(mapping)[before:]
 
     def verify(
         self, sample: float = 100.0, done: Callable[[int], object] = lambda count: None
@@ -83,31 +84,37 @@ class Artifact:
         one: a quick look, not a proof. `done` is told the bytes of each chunk.
         """
         problems: dict[str, str] = {}
-        seen: dict[tuple[int, int], tuple[tuple[str, ...], str | None]] = {}
+        hashed: dict[tuple[object, ...], str | None] = {}
         for name, entry in sorted(self.manifest.files.items()):
-            if problem := self.file_problem(name):
+            problem = self.file_problem(name)
+            if problem is None:
+                same = self._identity(name, entry)
+                if same not in hashed:
+                    hashed[same] = _hash_problem(self.path / name, entry, sample, done)
+                problem = hashed[same]
+            if problem is None and digest_of(entry.chunks) != entry.digest:
+                problem = "the digest in the manifest is not that of its chunk list"
+            if problem is not None:
                 problems[name] = problem
-                continue
-            with open(self.path / name, "rb") as file:
-                info = os.fstat(file.fileno())
-                known = seen.get((info.st_dev, info.st_ino))
-                if known is not None and known[0] == entry.chunks:
-                    found = known[1]  # the replicated part is one file under several names
-                else:
-                    found = _hash_problem(file.fileno(), entry.size, entry.chunks, sample, done)
-                    seen[info.st_dev, info.st_ino] = (entry.chunks, found)
-            if found is None and digest_of(entry.chunks) != entry.digest:
-                found = "the digest in the manifest is not that of its chunk list"
-            if found is not None:
-                problems[name] = found
         return problems
 
     def bytes_to_verify(self, sample: float = 100.0) -> int:
-        """How many bytes `verify` will report, at most."""
+        """How many bytes `verify` will read, if all files are there."""
+        entries = {
+            self._identity(name, entry): entry for name, entry in self.manifest.files.items()
+        }
         return sum(
             sum(chunk_range(index, entry.size)[1] for index in _sampled(len(entry.chunks), sample))
-            for entry in self.manifest.files.values()
+            for entry in entries.values()
         )
+
+    def _identity(self, name: str, entry: FileEntry) -> tuple[object, ...]:
+        """Equal for names of one file (the replicated part) that must hold the same."""
+        try:
+            info = os.stat(self.path / name)
+        except OSError:
+            return (name,)
+        return info.st_dev, info.st_ino, entry.chunks
 
     def locate(self, rank: int, spec: TensorSpec) -> tuple[str, int]:
         """(file name, offset in that file) of a tensor."""
@@ -119,11 +126,14 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of an artifact folder. Raises ArtifactError."""
     file = path / MANIFEST_NAME
     try:
+        if file.exists() and not file.is_file():
+            raise ArtifactError(f"{file} is not a regular file")  # a pipe would wait for ever
         return parse_manifest(file.read_bytes())
     except FileNotFoundError:
         what = "is not an artifact: it has no manifest.json" if path.is_dir() else "does not exist"
         raise ArtifactError(
-            f"{path} {what}", fix="Build one: dsv2mk build SNAPSHOT --tp N --out DIR"
+            f"{path} {what}",
+            fix="Build one in a new folder: dsv2mk build SNAPSHOT --tp N --out DIR",
         ) from None
     except OSError as error:
         raise ArtifactError(f"{file}: {error.strerror}") from None
@@ -141,22 +151,20 @@ def diff(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
 
     Files first, by name; then each fact of the manifest that differs.
     """
-    changes: list[tuple[str, str]] = []
+    out: list[tuple[str, str]] = []
     for name in sorted({*a.files, *b.files}):
         if name not in a.files:
-            changes.append(("+", name))
+            out.append(("+", name))
         elif name not in b.files:
-            changes.append(("-", name))
+            out.append(("-", name))
         elif (a.files[name].size, a.files[name].chunks) != (
             b.files[name].size,
             b.files[name].chunks,
         ):
-            changes.append(("M", name))
+            out.append(("M", name))
     for section in sorted({*a.data, *b.data} - {"files", "tensors"}):
-        for line in describe_changes(a.data.get(section), b.data.get(section), section):
-            sign = {": added": "+", ": removed": "-"}.get(line[line.rfind(":") :], "M")
-            changes.append((sign, line))
-    return changes
+        out += changes(a.data[section], b.data[section], section)
+    return out
 
 
 def _sampled(count: int, sample: float) -> list[int]:
@@ -167,15 +175,17 @@ def _sampled(count: int, sample: float) -> list[int]:
 
 
 def _hash_problem(
-    fd: int, size: int, chunks: tuple[str, ...], sample: float, done: Callable[[int], object]
+    path: Path, entry: FileEntry, sample: float, done: Callable[[int], object]
 ) -> str | None:
-    for index in _sampled(len(chunks), sample):
-        start, length = chunk_range(index, size)
-        try:
-            found = hash_range(fd, start, length)
-        except (OSError, EOFError) as error:
-            return f"chunk {index} cannot be read: {error}"
-        done(length)
-        if found != chunks[index]:
-            return f"chunk {index} (from byte {start}): expected {chunks[index]}, found {found}"
+    try:
+        with open(path, "rb") as file:
+            for index in _sampled(len(entry.chunks), sample):
+                start, length = chunk_range(index, entry.size)
+                found = hash_range(file.fileno(), start, length)
+                done(length)
+                if found != entry.chunks[index]:
+                    wanted = entry.chunks[index]
+                    return f"chunk {index} (from byte {start}): expected {wanted}, found {found}"
+    except (OSError, EOFError) as error:
+        return f"cannot be read: {error}"
     return None

@@ -12,11 +12,18 @@ from dsv2mk.manifests.manifest import SCHEMA_VERSION
 _FOLDER = click.Path(path_type=Path)
 
 
+def _number(_: object, __: object, value: float) -> float:
+    if value != value:
+        raise click.BadParameter("nan is no percentage")
+    return value
+
+
 @click.command()
 @click.argument("folder", type=_FOLDER, metavar="DIR")
 @click.option(
     "--sample",
     type=click.FloatRange(0, 100),
+    callback=_number,
     default=100.0,
     metavar="PERCENT",
     help="Hash only this share of each file's 64 MiB chunks, chosen at random.",
@@ -38,7 +45,10 @@ def verify(folder: Path, sample: float) -> Report:
     }
     if problems:
         lines = [f"{name}: {problem}" for name, problem in problems.items()]
-        lines.append(f"damaged: {len(problems)} of {files} files of {folder}")
+        lines.append(
+            f"damaged: {len(problems)} of {files} files of {folder}. "
+            "Build it again: dsv2mk build SNAPSHOT --tp N --out DIR --overwrite"
+        )
         return Report(data=data, text="\n".join(lines), exit_code=EXIT_CHECK_FAILED)
     share = "" if sample >= 100 else f", a sample of {sample:g} %"
     text = f"ok: {files} files of {folder}{share}, digest {artifact.manifest.digest}"
@@ -91,7 +101,7 @@ def inspect(folder: Path, tensor: str | None, rank: int | None, stats: bool) -> 
             size = size_text(spec.nbytes)
             rows.append([str(r), name, spec.dtype, shape, size, spec.owner, file, str(offset)])
     if not tensors:
-        names = ", ".join(artifact.layouts[0].tensors)
+        names = ", ".join(artifact.layouts[chosen[0]].tensors)
         raise UsageError("no such tensor", expected=f"one of {names}", found=tensor)
     data = {
         "digest": manifest.digest,
@@ -110,7 +120,7 @@ def inspect(folder: Path, tensor: str | None, rank: int | None, stats: bool) -> 
         )
     lines.append(table_text(rows, frozenset((0, 4, 7))))
     for entry in tensors:
-        if tensor and entry is tensors[0]:
+        if tensor and entry is tensors[0] and entry["origin"]:
             lines.append("from " + ", ".join(entry["origin"]))
         if stats:
             shown = "  ".join(f"{key} {value}" for key, value in entry["stats"].items())

@@ -9,13 +9,20 @@ import functools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-from dsv2mk.manifests.errors import EXIT_INTERRUPTED, EXIT_SPACE, EXIT_USAGE, UserError
+from dsv2mk.manifests.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_SPACE,
+    EXIT_USAGE,
+    UserError,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +44,8 @@ def reporting(function: Callable[..., Report]) -> Callable[..., int]:
         report = function(*args, **kwargs)
         for note in report.notes:
             message(note)
-        click.echo(json.dumps(report.data) if as_json else _printable(report.text))
+        if as_json or report.text:
+            click.echo(json.dumps(report.data) if as_json else _printable(report.text))
         return report.exit_code
 
     return wrapper
@@ -47,9 +55,25 @@ def run(command: click.Command, args: list[str] | None = None) -> int:
     """Run a click command and return its exit code; a user's error becomes one line."""
     args = sys.argv[1:] if args is None else args
     as_json = "--json" in args
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    try:
+        code = _run(command, args, as_json)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of stdout has gone. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_USAGE
+    except OSError as error:  # stdout takes no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(*_system_error(error), as_json=False)
+
+
+def _run(command: click.Command, args: list[str], as_json: bool) -> int:
     try:
         code: int | None = command.main(args, prog_name="dsv2mk", standalone_mode=False)
-        sys.stdout.flush()
         return code or 0
     except UserError as error:
         return _fail(error.exit_code, error.to_json(), as_json)
@@ -63,17 +87,20 @@ def run(command: click.Command, args: list[str] | None = None) -> int:
         fields = {"kind": "interrupted", "message": "interrupted"}
         return _fail(EXIT_INTERRUPTED, fields, as_json)
     except BrokenPipeError:
-        # The reader of stdout has gone. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_USAGE
+        raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        where = f": {error.filename}" if error.filename else ""
-        fields = {
-            "kind": "no space" if full else "usage",
-            "message": f"{error.strerror or error}{where}",
-        }
-        return _fail(EXIT_SPACE if full else EXIT_USAGE, fields, as_json)
+        return _fail(*_system_error(error), as_json)
+    except Exception as error:
+        traceback.print_exc()
+        fields = {"kind": "bug", "message": f"this is a bug of dsv2mk: {error!r}"}
+        return _fail(EXIT_BUG, fields, as_json)
+
+
+def _system_error(error: OSError) -> tuple[int, dict[str, str]]:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    where = f": {error.filename}" if error.filename else ""
+    kind, code = ("no space", EXIT_SPACE) if full else ("usage", EXIT_USAGE)
+    return code, {"kind": kind, "message": f"{error.strerror or error}{where}"}
 
 
 def message(text: str) -> None:
@@ -86,12 +113,16 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def progress(total: int, what: str) -> Any:
-    """A tqdm bar of bytes on stderr: amount, rate and time left; silent if that is no terminal."""
+def progress(total: int, what: str, initial: int = 0) -> Any:
+    """A tqdm bar of bytes on stderr: amount, rate and time left; silent if that is no terminal.
+
+    `initial` bytes were done before; they do not count for the rate.
+    """
     from tqdm import tqdm
 
     return tqdm(
         total=total,
+        initial=initial,
         desc=what,
         unit="B",
         unit_scale=True,
@@ -107,9 +138,8 @@ def size_text(count: float) -> str:
         if count < 999.5 or unit == "TB":
             break
         count /= 1000
-    if unit == "B":
-        return f"{count:.0f} B"
-    return f"{count:.{max(0, 2 - len(str(int(count))) + 1)}f} {unit}"
+    digits = 0 if unit == "B" or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {unit}"
 
 
 def table_text(rows: list[list[str]], right: frozenset[int] = frozenset()) -> str:

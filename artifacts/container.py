@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv2mk.manifests.layout import PAGE, RankLayout, TensorSpec
+from dsv2mk.manifests.layout import ITEM_SIZE as STORED_ITEM_SIZE
+from dsv2mk.manifests.layout import PAGE, TensorSpec
 
 #: Longest header that the safetensors library accepts.
 MAX_HEADER = 100_000_000
@@ -23,9 +24,10 @@ _MAX_BYTES = 1 << 63
 
 #: Bytes of one element, by safetensors dtype.
 ITEM_SIZE = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **STORED_ITEM_SIZE,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2"), 1),
+    **dict.fromkeys(("F16", "I16", "U16"), 2),
+    **dict.fromkeys(("U32",), 4),
     **dict.fromkeys(("F64", "I64", "U64"), 8),
 }
 
@@ -52,31 +54,6 @@ class Header:
     metadata: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]  # in the order of their offsets
     file_size: int
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ShardFile:
-    """One file of a shard as it has to be: a part of a rank's layout with its header."""
-
-    name: str
-    layout: RankLayout
-    part: str
-    header: bytes
-    size: int
-
-    @property
-    def data_start(self) -> int:
-        """Where data starts in the file; offsets of a layout count from here."""
-        return len(self.header)
-
-
-def shard_file(layout: RankLayout, part: str) -> ShardFile:
-    """The file of a part of a rank's shard."""
-    header = encode_header(layout.part(part), layout.metadata(part))
-    size = len(header) + sum(spec.nbytes for spec in layout.part(part))
-    return ShardFile(
-        name=layout.file_name(part), layout=layout, part=part, header=header, size=size
-    )
 
 
 def read_header(path: Path) -> Header:
@@ -184,6 +161,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ContainerError(f"{twice!a} stands twice in the header")
     for name in out:
-        if any("\ud800" <= char <= "\udfff" for char in name):
+        if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
             raise ContainerError(f"a name in the header is not text: {name!a}")
     return out

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from dsv2mk.artifacts.console import message
 from dsv2mk.manifests.errors import UsageError
 
 
@@ -34,17 +35,11 @@ def lock_folder(folder: Path) -> int:
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                os.close(fd)
                 raise
-            return fd  # no locks here: see to it that two builds do not share an output
+            message(f"no locks on the file system of {folder}: do not run this twice at once")
+            return fd
         os.close(fd)
-
-
-def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` at an offset of an open file."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -76,32 +71,40 @@ def link_or_copy(existing: Path, name: Path) -> None:
         os.close(fd)
 
 
-def replace_folder(new: Path, final: Path) -> None:
+def can_link(folder: Path) -> bool:
+    """Whether the file system of a folder has hard links."""
+    probe, link = folder / ".link", folder / ".linked"
+    probe.touch()
+    try:
+        link.unlink(missing_ok=True)
+        os.link(probe, link)
+        link.unlink()
+    except OSError:
+        return False
+    finally:
+        probe.unlink()
+    return True
+
+
+def replace_folder(new: Path, final: Path, aside: Path) -> None:
     """Give `new` its final name; a folder that has that name takes the place of `new`.
 
     In one step where the system can exchange two names (renameat2). Where it cannot (NFS, say),
-    the final name is absent for a moment: `recover_folder` mends what that moment leaves if it is
-    cut short.
+    the old folder is set aside, and the final name is absent for a moment: `recover_folder` puts
+    it back if that moment is cut short.
     """
     if not final.exists() or not any(final.iterdir()):
         os.rename(new, final)
     elif not _exchange(new, final):
-        os.rename(final, _aside(final))
+        os.rename(final, aside)
         os.rename(new, final)
     sync_folder(final.parent)
-    recover_folder(final)
 
 
-def recover_folder(final: Path) -> None:
-    """End a replacement that was cut short: put the old folder back, or remove it if replaced."""
-    if final.exists():
-        shutil.rmtree(_aside(final), ignore_errors=True)
-    elif _aside(final).exists():
-        os.rename(_aside(final), final)
-
-
-def _aside(final: Path) -> Path:
-    return final.parent / f".{final.name}.old"
+def recover_folder(final: Path, aside: Path) -> None:
+    """Put back what `replace_folder` set aside and did not replace."""
+    if aside.exists() and not final.exists():
+        os.rename(aside, final)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -110,4 +113,5 @@ def _exchange(a: Path, b: Path) -> bool:
     except AttributeError:
         return False
     at_cwd, exchange = -100, 2
-    return bool(renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0)
+    status: int = renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange)
+    return status == 0

@@ -1,5 +1,7 @@
 """Stored tensors as torch tensors, and statistics of their values."""
 
+import warnings
+
 import torch
 
 from dsv2mk.manifests.layout import TensorSpec
@@ -16,8 +18,10 @@ _PIECE = 1 << 22
 
 
 def as_torch(data: memoryview, spec: TensorSpec) -> torch.Tensor:
-    """A mapped tensor as a torch tensor of its dtype and shape, without a copy."""
-    return torch.frombuffer(data, dtype=_DTYPES[spec.dtype]).view(spec.shape)
+    """A mapped tensor as a torch tensor of its dtype and shape. No copy: never write to it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def statistics(data: memoryview, spec: TensorSpec) -> dict[str, float | int]:

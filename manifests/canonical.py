@@ -1,8 +1,12 @@
 """JSON as it is stored and as it is read: one form for equal values, one error for bad input."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
+
+#: Names of files in an artifact's folder: plain, and never a way out of it.
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def canonical_json(data: object) -> bytes:

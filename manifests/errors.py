@@ -11,6 +11,7 @@ EXIT_INPUT = 10
 EXIT_ARTIFACT = 11
 EXIT_NODE = 12
 EXIT_SPACE = 13
+EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
 
@@ -62,13 +63,6 @@ class UsageError(UserError):
     """The command line or the state of the output folder does not allow what was asked."""
 
 
-class CheckFailed(UserError):
-    """A check (verify, diff, gate) ran and its answer is no."""
-
-    exit_code = EXIT_CHECK_FAILED
-    kind = "check failed"
-
-
 class InputError(UserError):
     """The checkpoint is missing, damaged, or of a form that is not supported."""
 
@@ -81,13 +75,6 @@ class ArtifactError(UserError):
 
     exit_code = EXIT_ARTIFACT
     kind = "artifact damaged or missing"
-
-
-class NodeError(UserError):
-    """The artifact does not fit this machine (arch, driver, world size, memory)."""
-
-    exit_code = EXIT_NODE
-    kind = "does not fit this node"
 
 
 class SpaceError(UserError):

@@ -134,11 +134,6 @@ class RankLayout:
             out |= {"rank": str(self.rank), "ranks": str(self.topology.ranks)}
         return out
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(spec.nbytes for spec in self.tensors.values())
-
     def token_bytes(self) -> int:
         """Weight bytes that one decoded token reads on a rank, in the mean over routing, rounded.
 

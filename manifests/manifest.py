@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dsv2mk.manifests.canonical import canonical_json, parse_object
+from dsv2mk.manifests.canonical import FILE_NAME, canonical_json, parse_object
 from dsv2mk.manifests.errors import ArtifactError, InputError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.layout import LAYOUT_VERSION, PARTS, RankLayout, group_layout
@@ -23,13 +23,14 @@ MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
 CHUNK_BYTES = 64 << 20
 
-#: What decides the bytes of the shards, and so whether an artifact is up to date.
-DECIDING = ("schema", "geometry", "topology", "scheme", "layout_version", "source", "code")
-
-_SECTIONS = frozenset((*DECIDING, "chunk_bytes", "files", "tensors", "tools"))
+_SECTIONS = frozenset(
+    (
+        *("schema", "geometry", "topology", "scheme", "layout_version", "source", "code"),
+        *("chunk_bytes", "files", "tensors", "tools"),
+    )
+)
 #: What reading values of unexpected types and shapes raises.
 _MALFORMED = (InputError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 
@@ -143,7 +144,7 @@ def parse_manifest(encoded: bytes) -> Manifest:
         for section, value in fixed.items():
             if canonical_json(data[section]) != canonical_json(value):
                 raise ValueError(f"{section} {data[section]!r}")
-        (ranks,) = (data["topology"][key] for key in data["topology"])
+        ranks = data["topology"]["ranks"]
         if set(data["topology"]) != {"ranks"} or type(ranks) is not int:
             raise ValueError(f"topology {data['topology']!r}")
         geometry, topology = Geometry.from_json(data["geometry"]), Topology(ranks=ranks)
@@ -157,36 +158,57 @@ def parse_manifest(encoded: bytes) -> Manifest:
         for section in ("code", "tools"):
             if not all(isinstance(value, str) for value in data[section].values()):
                 raise ValueError(section)
-        if not isinstance(data["source"], dict):
-            raise ValueError("source")
+        _check_source(data["source"], files)
     except _MALFORMED as error:
         raise ArtifactError(f"{MANIFEST_NAME} is damaged: {error}") from None
     return Manifest(data=data, geometry=geometry, topology=topology, files=files)
 
 
-def describe_changes(old: object, new: object, path: str = "") -> list[str]:
-    """One line for each leaf that differs between two JSON values, as `path: old -> new`."""
+def changes(old: object, new: object, path: str = "") -> list[tuple[str, str]]:
+    """Each leaf that differs between two JSON values, as (sign, text).
+
+    `+` is only in the new one, `-` only in the old one, `M` differs: `path: old -> new`.
+    """
     if old == new:
         return []
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        lines: list[str] = []
+        out: list[tuple[str, str]] = []
         for key in sorted({*old, *new}):
             below = f"{path}.{key}" if path else str(key)
-            if key not in old:
-                lines.append(f"{below}: added")
-            elif key not in new:
-                lines.append(f"{below}: removed")
+            if key in old and key in new:
+                out += changes(old[key], new[key], below)
             else:
-                lines += describe_changes(old[key], new[key], below)
-        return lines
+                out.append(("-" if key in old else "+", below))
+        return out
     shown = [json.dumps(value, ensure_ascii=False) for value in (old, new)]
-    if max(map(len, shown)) > 80:
-        return [f"{path}: differs"]
-    return [f"{path}: {shown[0]} -> {shown[1]}"]
+    return [("M", f"{path}: {shown[0]} -> {shown[1]}" if max(map(len, shown)) <= 80 else path)]
+
+
+def change_text(change: tuple[str, str]) -> str:
+    """One of `changes` as a line."""
+    sign, text = change
+    return {"+": f"{text} added", "-": f"{text} removed"}.get(
+        sign, text if " -> " in text else f"{text} differs"
+    )
+
+
+def _check_source(source: Mapping[str, Any], files: Mapping[str, FileEntry]) -> None:
+    if set(source) != {"copied", "files"}:
+        raise ValueError("source")
+    for name, sha256 in source["copied"].items():
+        if not isinstance(sha256, str):
+            raise ValueError(f"source.copied.{name}")
+        if name not in files:
+            raise ValueError(f"no entry for {name}")
+    for name, entry in source["files"].items():
+        if set(entry) != {"size", "digest"} or type(entry["size"]) is not int:
+            raise ValueError(f"source.files.{name}")
+        if not isinstance(entry["digest"], str) or not _HASH.fullmatch(entry["digest"]):
+            raise ValueError(f"source.files.{name}")
 
 
 def _file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+    if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
         raise ValueError(f"file name {name!r}")
     size, digest, chunks = entry["size"], entry["digest"], entry["chunks"]
     if set(entry) != {"size", "digest", "chunks"} or type(size) is not int or size < 0:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files as resource_files
 from pathlib import Path
@@ -25,22 +25,33 @@ from dsv2mk.artifacts.files import (
     sync_folder,
     write_file,
 )
-from dsv2mk.manifests.errors import ArtifactError, InputError, UsageError
+from dsv2mk.manifests.errors import ArtifactError, UsageError
 from dsv2mk.manifests.layout import group_layout
 from dsv2mk.manifests.manifest import (
     MANIFEST_NAME,
     Manifest,
+    change_text,
+    changes,
     deciding_sections,
-    describe_changes,
 )
 from dsv2mk.manifests.topology import Topology
+from dsv2mk.pipeline.reader import BadInput
 from dsv2mk.pipeline.remember import recall_source, remember_source
 from dsv2mk.pipeline.snapshot import COMPANIONS, Snapshot
-from dsv2mk.pipeline.work import JOURNAL, PLACING, Work, bytes_missing, inode, no_space
+from dsv2mk.pipeline.work import (
+    JOURNAL,
+    PLACING,
+    Work,
+    bytes_missing,
+    inode,
+    no_space,
+    safety_margin,
+)
 
 #: The modules whose source decides the bytes of a shard.
 CODE = (
     "artifacts/container.py",
+    "artifacts/shards.py",
     "manifests/canonical.py",
     "manifests/checkpoint.py",
     "manifests/geometry.py",
@@ -50,9 +61,11 @@ CODE = (
     "pipeline/jobs.py",
     "pipeline/pack.py",
     "pipeline/quantise.py",
+    "pipeline/reader.py",
     "pipeline/snapshot.py",
 )
 
+_OLD = "old"
 #: Names that an artifact's folder may hold; a folder with others is never replaced.
 _ARTIFACT_FILE = re.compile(
     "|".join(
@@ -94,17 +107,23 @@ def build(
 ) -> BuildResult:
     """Build the artifact `out` from a snapshot, or find that it is up to date.
 
-    Raises InputError for input that cannot be built, UsageError if `out` is something else or in
-    use, SpaceError if the disk is or would be full. In every case what `out` held stays whole, and
-    work that was done is kept for the next try.
+    Raises InputError for input that cannot be built or read, UsageError if `out` is something else
+    or in use, ArtifactError if it is damaged, SpaceError if the disk is or would be full. In every
+    case what `out` held stays whole; what was done is kept for the next try, unless the input has
+    to change before one can succeed.
     """
     layouts = group_layout(snapshot.geometry, Topology(ranks=ranks))
     out = _check_place(out, snapshot)
+    safety_margin()  # refuses a bad setting before anything is begun
     sections = deciding_sections(
         snapshot.geometry, Topology(ranks=ranks), snapshot.companions(), code_hashes()
     )
+    if not os.access(out.parent, os.W_OK):
+        existing = _existing(out, sections, snapshot, overwrite=False)
+        if existing is not None:
+            return BuildResult(manifest=existing, up_to_date=True)
     with _locked(out.parent / f".{out.name}.partial") as folder:
-        recover_folder(out)
+        recover_folder(out, folder / _OLD)
         existing = _existing(out, sections, snapshot, overwrite)
         if existing is not None:
             (folder / JOURNAL).unlink(missing_ok=True)
@@ -116,13 +135,14 @@ def build(
         except KeyboardInterrupt:
             message(f"what is done is kept in {folder}; the same command goes on from there")
             raise
-        except InputError:
+        except BadInput:
             (folder / JOURNAL).unlink()  # no other try with this input can use what is done
             raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise no_space(folder, bytes_missing(folder, layouts)) from None
+                raise no_space(folder, bytes_missing(folder, layouts), kept=True) from None
             raise
+        Artifact.open(folder / "artifact")  # nobody has taken a file away meanwhile
         _put_in_place(folder, out)
         remember_source(snapshot, manifest.data["source"])
         (folder / JOURNAL).unlink()
@@ -130,10 +150,12 @@ def build(
 
 
 def _check_place(out: Path, snapshot: Snapshot) -> Path:
-    out = out.resolve()
-    source = snapshot.path.resolve()
+    out = Path(os.path.realpath(out))
+    source = Path(os.path.realpath(snapshot.path))
     if out == source or source in out.parents or out in source.parents:
         raise UsageError(f"--out {out} and the snapshot {source} lie in one another")
+    if os.path.ismount(out):
+        raise UsageError(f"--out {out} is a mount point", fix="Name a folder in it")
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -150,24 +172,28 @@ def _existing(
         )
     again = "Add --overwrite to build it again; the old one stays until the new one is complete"
     try:
-        manifest = Artifact.open(out).manifest
+        artifact = Artifact.open(out)
     except ArtifactError as error:
         if overwrite:
             return None
-        raise ArtifactError(f"{out} is damaged: {error.what}", fix=again) from None
+        raise ArtifactError(
+            error.what, expected=error.expected, found=error.found, fix=again
+        ) from None
+    manifest = artifact.manifest
     old_source, copied = manifest.data["source"], snapshot.companions()
     new = {**sections, "source": {**old_source, **copied}}
-    changes = describe_changes({section: manifest.data[section] for section in sections}, new)
-    if not changes:
+    differing = changes({section: manifest.data[section] for section in sections}, new)
+    if not differing:
         source = {**copied, **recall_source(snapshot, _hash_input)}
-        changes = describe_changes({"source": old_source}, {"source": source})
-    if not changes and not (overwrite and _damaged(out)):
+        differing = changes({"source": old_source}, {"source": source})
+    if not differing and not (overwrite and _damaged(artifact)):
         return manifest
+    lines = [change_text(change) for change in differing]
     if overwrite:
-        for change in changes:
-            message(f"changed: {change}")
+        for line in lines:
+            message(f"changed: {line}")
         return None
-    shown = "; ".join(changes[:5]) + ("; …" if len(changes) > 5 else "")
+    shown = "; ".join(lines[:5]) + ("; ..." if len(lines) > 5 else "")
     raise UsageError(f"{out} was built from something else: {shown}", fix=again)
 
 
@@ -182,9 +208,8 @@ def _foreign(out: Path) -> str | None:
     return f"it holds {unknown[0]}" if unknown else None
 
 
-def _damaged(out: Path) -> bool:
+def _damaged(artifact: Artifact) -> bool:
     """Whether an artifact's bytes are not those of its manifest; reads all of them."""
-    artifact = Artifact.open(out)
     with progress(artifact.bytes_to_verify(), "verify") as bar:
         return bool(artifact.verify(done=bar.update))
 
@@ -202,8 +227,19 @@ def _locked(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         if not (folder / JOURNAL).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # nothing was begun, or all is done
+            _remove(folder)  # nothing was begun, or all is done
         os.close(fd)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a build's folder, its lock last: until then no other build can begin in it."""
+    with suppress(OSError):
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "lock"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        folder.rmdir()
 
 
 def _put_in_place(folder: Path, out: Path) -> None:
@@ -211,4 +247,4 @@ def _put_in_place(folder: Path, out: Path) -> None:
     write_file(folder / f"{PLACING}.new", inode(folder / "artifact").encode())
     os.replace(folder / f"{PLACING}.new", folder / PLACING)
     sync_folder(folder)
-    replace_folder(folder / "artifact", out)
+    replace_folder(folder / "artifact", out, folder / _OLD)

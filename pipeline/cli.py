@@ -42,7 +42,7 @@ def cli() -> None:
     """Decode DeepSeek-V2 at batch size 1: checkpoint to block-FP8 artifacts to tokens.
 
     Exit codes: 0 done, 1 a check failed, 2 usage, 10 input refused, 11 artifact damaged or
-    missing, 12 does not fit this node, 13 no space, 130 interrupted.
+    missing, 12 does not fit this node, 13 no space, 70 a bug of dsv2mk, 130 interrupted.
     """
 
 

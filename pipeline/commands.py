@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 _PATH = click.Path(path_type=Path)
 _TP = click.option("--tp", type=click.IntRange(1), required=True, metavar="N", help="Ranks.")
 _REVISION = click.option("--revision", help="Of a repo id in the hub cache; default main.")
+_WORKERS = click.option(
+    "--workers", type=click.IntRange(1), help="Threads; default: the CPUs there are, 8 at most."
+)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
 def _bytes(_: object, __: object, text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]I?)?B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,15})\s*([KMG]I?)?B?", text.strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise click.BadParameter(f"{text!r} is not a size like 500MB")
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
@@ -71,13 +75,16 @@ def synth(
 @_TP
 @_REVISION
 @click.option("--out", type=_PATH, default=Path(), metavar="DIR", help="Whose disk to look at.")
+@_WORKERS
 @reporting
-def plan(snapshot: str | None, tp: int, revision: str | None, out: Path) -> Report:
+def plan(
+    snapshot: str | None, tp: int, revision: str | None, out: Path, workers: int | None
+) -> Report:
     """Show what a build of SNAPSHOT for N ranks would make; no tensor data is read."""
     from dsv2mk.pipeline.plan import make_plan
 
     source = _open(snapshot, revision)
-    made = make_plan(source, tp, out)
+    made = make_plan(source, tp, out, workers or _workers())
     return Report(data=made.to_json(), text=_plan_text(made))
 
 
@@ -86,7 +93,7 @@ def plan(snapshot: str | None, tp: int, revision: str | None, out: Path) -> Repo
 @_TP
 @_REVISION
 @click.option("--out", type=_PATH, required=True, metavar="DIR", help="The artifact's folder.")
-@click.option("--workers", type=click.IntRange(1), help="Threads; default: the CPUs there are.")
+@_WORKERS
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -94,7 +101,11 @@ def plan(snapshot: str | None, tp: int, revision: str | None, out: Path) -> Repo
     show_default=True,
     help="Where to quantise.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace another artifact in DIR.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace another or a damaged artifact in DIR; if it seems up to date, verify it.",
+)
 @click.option(
     "--check-hashes", is_flag=True, help="First check input files against the hub's hashes."
 )
@@ -126,9 +137,12 @@ def build(
 
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no GPU", fix="Use --device cpu")
-    workers = workers or _cpus()
+    if find_spec("numba") is None:
+        raise UsageError("build needs the package numba", fix="pip install 'dsv2mk[build]'")
     started = time.perf_counter()
-    result = make(source, tp, out, workers=workers, device=device, overwrite=overwrite)
+    result = make(
+        source, tp, out, workers=workers or _workers(), device=device, overwrite=overwrite
+    )
     seconds = time.perf_counter() - started
     size = sum(entry.size for entry in result.manifest.files.values())
     data: dict[str, Any] = {
@@ -151,16 +165,18 @@ def build(
     return Report(data=data, text=text)
 
 
-def _cpus() -> int:
-    """CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _workers() -> int:
+    """The CPUs that this process may use, and 8 at most: then the disk is the limit.
+
+    More layers at a time would only be more to redo after a kill, and more memory.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cpus or 1, 8)
 
 
 def _config(geometry: str) -> dict[str, Any]:
     path = Path(geometry)
-    if geometry in preset_names() or not path.exists():
+    if not geometry or geometry in preset_names() or not path.exists():
         return preset_config(geometry)
     try:
         return parse_object(path.read_bytes())
@@ -196,17 +212,18 @@ def _plan_text(made: "Plan") -> str:
     units = sum(rank.units for rank in made.ranks)
     token = max(rank.token_bytes for rank in made.ranks)
     rows.append(["group", str(files), size_text(made.group_bytes), str(units), size_text(token)])
-    dtype = "block-FP8" if made.input_fp8 else "bf16"
+    dtypes = ", ".join(made.input_dtypes)
     needed = f"{size_text(made.disk_bytes)} and a margin of {size_text(made.disk_margin)}"
     facts = [
-        ["input", f"{size_text(made.input_bytes)} {dtype} in {made.input_files} files"],
+        ["input", f"{size_text(made.input_bytes)} in {made.input_files} files, {dtypes}"],
         [
             "disk",
             f"{needed} needed, {size_text(made.disk_free)} free (replicated part stored once)",
         ],
         [
             "memory",
-            f"up to {size_text(made.base_bytes)} and {size_text(made.worker_bytes)} a worker",
+            f"up to {size_text(made.memory_bytes)}: {size_text(made.base_bytes)} and "
+            f"{size_text(made.worker_bytes)} for each of {made.workers} workers",
         ],
         ["cache", f"{size_text(made.cache_bytes_per_position)} a position on each rank, bf16"],
     ]

@@ -17,7 +17,8 @@ def find_snapshot(name: str, revision: str | None) -> Path:
     """The folder of a snapshot: `name` itself, or a repo id in the local hub cache.
 
     Nothing is downloaded. HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE work as for huggingface_hub.
-    Raises InputError if there is no such folder.
+    A name that cannot be a repo id is returned as it is. Raises InputError for a repo id that is
+    not there, UsageError for a revision of a folder or without huggingface_hub.
     """
     if Path(name).exists() or _REPO_ID.fullmatch(name) is None:
         if revision is not None:
@@ -46,14 +47,15 @@ def check_hashes(snapshot: Snapshot) -> None:
 
     In a hub cache a file is a link to a blob named by its hash; a download to a plain folder keeps
     the hash in `.cache/huggingface/download/<file>.metadata`. Raises InputError for a file that
-    differs, UsageError if the snapshot tells no hash at all.
+    differs, UsageError if the snapshot does not tell the hash of every weight file.
     """
     names = [*snapshot.companion_files, INDEX, *sorted(snapshot.headers)]
     known = {name: etag for name in names if (etag := _etag(snapshot.path, name)) is not None}
-    if not known:
+    if unknown := [name for name in sorted(snapshot.headers) if name not in known]:
         raise UsageError(
-            f"--check-hashes: {snapshot.path} is no hub download and tells no hashes",
-            fix="Leave the option out",
+            f"--check-hashes: {snapshot.path} tells no hashes of {len(unknown)} of its "
+            f"{len(snapshot.headers)} weight files, {unknown[0]} for one",
+            fix="Leave the option out, or use a hub download as it is",
         )
     total = sum((snapshot.path / name).stat().st_size for name in known)
     with progress(total, "check hashes") as bar:
@@ -84,6 +86,6 @@ def _etag(folder: Path, name: str) -> str | None:
         try:
             kept = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
             candidate = kept.read_text().splitlines()[1]
-        except (OSError, IndexError):
+        except (OSError, IndexError, ValueError):
             return None
     return candidate if re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", candidate) else None

@@ -10,19 +10,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from dsv2mk.manifests.checkpoint import EMBED, FINAL_NORM, LM_HEAD, layer_prefix, scale_name
-from dsv2mk.manifests.errors import InputError
 from dsv2mk.manifests.geometry import units_of
 from dsv2mk.manifests.layout import RankLayout
 from dsv2mk.manifests.scheme import BLOCK, E4M3_MAX
 from dsv2mk.pipeline.quantise import (
-    Array,
     dequantise_to_bf16,
     first_e4m3_nan,
     place,
     quantise_band,
     to_bf16,
 )
-from dsv2mk.pipeline.snapshot import Reader, Snapshot, SourceTensor, band_rows, refuse_damaged
+from dsv2mk.pipeline.reader import Array, BadInput, Reader, SourceTensor, band_rows, damaged
+from dsv2mk.pipeline.snapshot import Snapshot
 
 #: The largest scale whose largest product is still finite in fp32.
 _MAX_SCALE = np.float32(np.finfo(np.float32).max / E4M3_MAX)
@@ -31,8 +30,8 @@ _MAX_SCALE = np.float32(np.finfo(np.float32).max / E4M3_MAX)
 class Sink(Protocol):
     """Takes the bytes of the shards."""
 
-    def write(self, rank: int, part: str, offset: int, data: Array) -> None:
-        """Put contiguous data at an offset of a part's data. The replicated part is rank 0's."""
+    def write(self, rank: int, part: str, offset: int, data: memoryview) -> None:
+        """Put bytes at an offset of a part's data. The replicated part is rank 0's."""
 
 
 class Packer:
@@ -53,10 +52,10 @@ class Packer:
         self._reader = reader
         self._sink = sink
         self._device = device
-        self._buffers: dict[tuple[str, int], Array] = {}
+        self._buffers: dict[str, Array] = {}
 
     def run(self, job: str) -> None:
-        """Read, convert and write all that a job owns. Raises InputError for bad values."""
+        """Read, convert and write all that a job owns. Raises BadInput for bad values."""
         kind, _, number = job.partition(" ")
         if kind == "embed":
             self._rows(EMBED, "embed")
@@ -86,7 +85,7 @@ class Packer:
         for (start, embed), (_, head) in pairs:
             if not np.array_equal(embed, head):
                 row = start + int((embed != head).any(1).argmax())
-                raise InputError(
+                raise BadInput(
                     f"{b.path}: {LM_HEAD} differs from {EMBED} in row {row}, though config.json "
                     "ties them (tie_word_embeddings true)",
                     fix="Remove one of the two statements",
@@ -206,7 +205,7 @@ class Packer:
             self._snapshot.tensors[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down")
         )
         width = gate.shape[0]
-        unit = self._buffer("gate_up", width, (BLOCK, 2, hidden))
+        unit = self._buffer("gate_up", (BLOCK, 2, hidden))
         flat = unit.reshape(-1)
         sources = ((gate, self._scales(gate)), (up, self._scales(up)))
         bands = zip(
@@ -228,7 +227,7 @@ class Packer:
             self._write_unit(layer, first + u, "ffn_gate_up", unit)
 
         # Every row of down crosses all units: collect them, then write unit by unit.
-        out = self._buffer("down", width, (units_of(width), hidden, BLOCK))
+        out = self._buffer(f"down {width}", (units_of(width), hidden, BLOCK))
         flat, given = out.reshape(-1), self._scales(down)
         for block, band in enumerate(self._reader.bands(down, BLOCK, "a")):
             self._quantise(
@@ -286,7 +285,7 @@ class Packer:
         if bad.any():
             row, column = divmod(int(bad.argmax()), scales.shape[1])
             value = scales[row, column]
-            raise refuse_damaged(tensor, f"{value}, no scale", (row, column))
+            raise damaged(tensor, f"{value}, no scale", (row, column))
         return scales
 
     @staticmethod
@@ -294,15 +293,15 @@ class Packer:
         bad = first_e4m3_nan(band)
         if bad >= 0:
             row, column = divmod(bad, band.shape[1])
-            raise refuse_damaged(source, "NaN", (first_row + row, column))
+            raise damaged(source, "NaN", (first_row + row, column))
 
     # ---- writing ----
 
-    def _buffer(self, kind: str, width: int, shape: tuple[int, ...]) -> Array:
-        """A zeroed buffer, kept for the next FFN of the same width: its padding stays zero."""
-        if (kind, width) not in self._buffers:
-            self._buffers[kind, width] = np.zeros(shape, np.uint8)
-        return self._buffers[kind, width]
+    def _buffer(self, name: str, shape: tuple[int, ...]) -> Array:
+        """A zeroed buffer, kept for next time: what is never written, as padding is, stays zero."""
+        if name not in self._buffers:
+            self._buffers[name] = np.zeros(shape, np.uint8)
+        return self._buffers[name]
 
     def _write_unit(self, layer: int, unit: int, target: str, data: Array) -> None:
         rank = self._topology.unit_rank(unit)
@@ -312,13 +311,11 @@ class Packer:
     def _write(self, rank: int, target: str, start: int, data: Array) -> None:
         spec = self._layouts[rank].tensors[target]
         assert start + data.nbytes <= spec.nbytes
-        self._sink.write(rank, spec.part, spec.offset + start, data)
+        self._sink.write(rank, spec.part, spec.offset + start, data.reshape(-1).view(np.uint8).data)
 
 
-def _not_finite(source: SourceTensor, row: int, column: int, value: Any) -> InputError:
-    bits = int(value) if source.dtype == "BF16" else 0
-    nan = bool(bits & 0x7F) if source.dtype == "BF16" else bool(np.isnan(value))
-    position = (row, column) if len(source.shape) > 1 else (row,)
-    finite = source.dtype != "BF16" and bool(np.isfinite(value))
-    why = "too large for bf16" if finite else "NaN" if nan else "infinite"
-    return refuse_damaged(source, why, position)
+def _not_finite(source: SourceTensor, row: int, column: int, value: Any) -> BadInput:
+    bits = source.dtype == "BF16"
+    number = float(np.uint32(int(value) << 16).view(np.float32)) if bits else float(value)
+    why = "NaN" if np.isnan(number) else "infinite" if np.isinf(number) else "too large for bf16"
+    return damaged(source, why, (row, column) if len(source.shape) > 1 else (row,))

@@ -15,8 +15,7 @@ import torch
 from numba import njit
 
 from dsv2mk.manifests.scheme import BLOCK, MIN_SCALE_EXPONENT
-
-Array = np.ndarray[Any, Any]
+from dsv2mk.pipeline.reader import Array
 
 _U32 = np.uint32
 _F32_ONE = 127 << 23  # bits of 1.0; a power of two 2^k is k << 23 away
@@ -33,20 +32,20 @@ def quantise_band(
     *,
     row_stride: int,
     block_stride: int,
-    scale_stride: int = 1,
     device: str = "cpu",
 ) -> int:
     """Quantise up to 128 rows, one row of blocks.
 
     `band` is [rows, columns]: bf16 as its bits (uint16), fp16 or fp32; `out` and `scales` are flat
     views that start where the band's first value and first scale belong. Row i, column j of block
-    b goes to out[i * row_stride + b * block_stride + j], its scale (fp32) to
-    scales[b * scale_stride]. Columns past the last whole block form a narrower block.
+    b goes to out[i * row_stride + b * block_stride + j], its scale (fp32) to scales[b]. Columns
+    past the last whole block form a narrower block.
 
     Returns -1, or the flat index in `band` of a value that is NaN or infinite.
     """
     if band.dtype == np.uint16 and device == "cpu":
-        return int(_quantise_bf16(band, out, scales, row_stride, block_stride, scale_stride))
+        strides = (row_stride, block_stride)
+        return int(_quantise_bf16(band, out, scales, *strides, BLOCK, MIN_SCALE_EXPONENT))
     rows, columns = band.shape
     values = _as_torch(band).to(device).float()
     bad = ~values.isfinite()
@@ -59,7 +58,7 @@ def quantise_band(
     inverse = (_F32_ONE - (exponent << 23)).view(torch.float32)
     quotient = (padded * inverse[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     scale = (_F32_ONE + (exponent << 23)).view(torch.float32)
-    scales[: len(scale) * scale_stride : scale_stride] = scale.cpu().numpy()
+    scales[: len(scale)] = scale.cpu().numpy()
     flat = quotient.reshape(rows, -1)[:, :columns].cpu().numpy()
     place(flat, out, row_stride=row_stride, block_stride=block_stride)
     return -1
@@ -119,17 +118,24 @@ def _compiled(function: Any) -> Any:
 
 
 # Every intermediate is cast to its width again: numba widens integers to 64 bits, and only 16- and
-# 32-bit arithmetic fills the vector registers.
+# 32-bit arithmetic fills the vector registers. The scheme's numbers come as arguments, since what
+# numba keeps on disk does not notice when another module's constant changes.
 
 
 @_compiled
 def _quantise_bf16(
-    band: Array, out: Array, scales: Array, row_stride: int, block_stride: int, scale_stride: int
+    band: Array,
+    out: Array,
+    scales: Array,
+    row_stride: int,
+    block_stride: int,
+    block_width: int,
+    min_exponent: int,
 ) -> Any:
     rows, columns = band.shape
-    bits = np.empty(BLOCK, np.uint32)
+    bits = np.empty(block_width, np.uint32)
     value = bits.view(np.float32)
-    shifted_bits = np.empty(BLOCK, np.uint32)
+    shifted_bits = np.empty(block_width, np.uint32)
     shifted = shifted_bits.view(np.float32)
     power_bits = np.empty(2, np.uint32)
     power = power_bits.view(np.float32)
@@ -140,9 +146,9 @@ def _quantise_bf16(
         for j in range(columns):
             magnitude = np.uint16(row[j] & np.uint16(0x7FFF))
             column_max[j] = magnitude if magnitude > column_max[j] else column_max[j]
-    for block in range((columns + BLOCK - 1) // BLOCK):
-        start = block * BLOCK
-        width = min(BLOCK, columns - start)
+    for block in range((columns + block_width - 1) // block_width):
+        start = block * block_width
+        width = min(block_width, columns - start)
         amax = np.int64(column_max[start : start + width].max())
         if amax >= 0x7F80:
             for i in range(rows):
@@ -152,11 +158,11 @@ def _quantise_bf16(
         exponent = np.int64(0)
         if amax != 0:
             exponent = (amax >> 7) - (127 + 8) + np.int64((amax & 0x7F) > 0x60)
-            exponent = max(exponent, np.int64(MIN_SCALE_EXPONENT))
+            exponent = max(exponent, np.int64(min_exponent))
         power_bits[0] = _F32_ONE - (exponent << 23)
         power_bits[1] = _F32_ONE + (exponent << 23)
         inverse = power[0]
-        scales[block * scale_stride] = power[1]
+        scales[block] = power[1]
         for i in range(rows):
             row = band[i, start : start + width]
             first = i * row_stride + block * block_stride
@@ -180,11 +186,11 @@ def _quantise_bf16(
 
 @_compiled
 def _first_not_finite(values: Array) -> Any:
-    lanes = np.zeros(BLOCK, np.uint16)
-    whole = len(values) // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        piece = values[start : start + BLOCK]
-        for j in range(BLOCK):
+    lanes = np.zeros(128, np.uint16)
+    whole = len(values) // 128 * 128
+    for start in range(0, whole, 128):
+        piece = values[start : start + 128]
+        for j in range(128):
             magnitude = np.uint16(piece[j] & np.uint16(0x7FFF))
             lanes[j] = magnitude if magnitude > lanes[j] else lanes[j]
     # The search itself is slow, and runs over the rest that fills no lanes, or when it will find.

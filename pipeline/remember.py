@@ -49,5 +49,5 @@ def remember_source(snapshot: Snapshot, source: Mapping[str, Any]) -> None:
 
 def _memory(snapshot: Snapshot) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = hashlib.sha256(os.fsencode(snapshot.path.resolve())).hexdigest()
+    name = hashlib.sha256(os.fsencode(os.path.realpath(snapshot.path))).hexdigest()
     return Path(cache) / "dsv2mk" / "inputs" / f"{name}.json"

@@ -1,30 +1,23 @@
 """The input: a Hugging Face checkpoint folder, opened read-only and checked before any work.
 
 All checks that need no tensor data happen in `Snapshot.open`: the index, every file's header,
-every tensor's name, shape and dtype. Tensor data is then read once, in row order, and hashed as it
-passes by.
+every tensor's name, shape and dtype. Tensor data is then read once (see reader.py).
 """
 
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from dsv2mk.artifacts.container import (
-    ContainerError,
-    Header,
-    StoredTensor,
-    read_header,
-)
-from dsv2mk.manifests.canonical import parse_object
+from dsv2mk.artifacts.container import ContainerError, Header, read_header
+from dsv2mk.manifests.canonical import FILE_NAME, parse_object
 from dsv2mk.manifests.checkpoint import (
     IGNORED,
     LM_HEAD,
@@ -35,6 +28,7 @@ from dsv2mk.manifests.checkpoint import (
 from dsv2mk.manifests.errors import InputError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.scheme import BLOCK
+from dsv2mk.pipeline.reader import Reader, SourceTensor, band_rows
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -48,83 +42,7 @@ COMPANIONS = (
     "tokenizer_config.json",
 )
 
-#: Bytes that are read at a time. Small enough to stay in the cache while they are worked on.
-BAND_BYTES = 2 << 20
-
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
-_NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E4M3": np.uint8}
-
-
-@dataclass(kw_only=True, frozen=True)
-class SourceTensor:
-    """One tensor of the checkpoint. BF16 and E4M3 rows are read as their bits (uint16, uint8)."""
-
-    name: str
-    file: str  # relative to the snapshot's folder
-    path: Path
-    stored: StoredTensor
-
-    @property
-    def dtype(self) -> str:
-        """As safetensors spells it."""
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As in the file."""
-        return self.stored.shape
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, that is of one entry along axis 0."""
-        return self.stored.nbytes // self.shape[0]
-
-
-class Reader:
-    """Reads tensors of one snapshot in row order and hashes what passes. One thread at a time."""
-
-    def __init__(self, done: Callable[[int], object] = lambda count: None) -> None:
-        self.digests: dict[str, str] = {}  # xxh3-128 of each tensor that was read whole
-        self._done = done
-        self._buffers: dict[str, np.ndarray[Any, np.dtype[np.uint8]]] = {}
-
-    def bands(
-        self, tensor: SourceTensor, rows: int, buffer: str = "a"
-    ) -> Iterator[np.ndarray[Any, Any]]:
-        """Successive bands of `rows` rows, the last one shorter, as [rows, columns].
-
-        A band is valid until the next one of the same `buffer`. The tensor's digest is known after
-        the last. Raises InputError if the file ends early.
-        """
-        total = tensor.shape[0]
-        dtype = np.dtype(_NUMPY[tensor.dtype])
-        size = rows * tensor.row_bytes
-        held = self._buffers.get(buffer)
-        if held is None or held.size < size:
-            held = self._buffers[buffer] = np.empty(size, np.uint8)
-        state = xxhash.xxh3_128()
-        fd = os.open(tensor.path, os.O_RDONLY)
-        try:
-            for start in range(0, total, rows):
-                length = min(rows, total - start) * tensor.row_bytes
-                band = held[:length]
-                _read_into(fd, band.data, tensor, start * tensor.row_bytes)
-                state.update(band.data)
-                self._done(length)
-                yield band.view(dtype).reshape(min(rows, total - start), -1)
-        finally:
-            os.close(fd)
-        self.digests[tensor.name] = state.hexdigest()
-
-    def whole(self, tensor: SourceTensor) -> np.ndarray[Any, Any]:
-        """A small tensor at once, in its own shape; the caller owns it."""
-        (band,) = self.bands(tensor, tensor.shape[0], "whole")
-        return band.reshape(tensor.shape).copy()
-
-
-def band_rows(tensor: SourceTensor, multiple: int = 1) -> int:
-    """Rows of a band of about BAND_BYTES, a multiple of `multiple`."""
-    return max(1, BAND_BYTES // (tensor.row_bytes * multiple)) * multiple
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -132,9 +50,7 @@ class Snapshot:
     """A checkpoint folder that has passed every check that needs no tensor data."""
 
     path: Path
-    config: Mapping[str, Any]
     geometry: Geometry
-    fp8: bool
     tensors: Mapping[str, SourceTensor]
     headers: Mapping[str, Header]  # by file name
     companion_files: Mapping[str, bytes]  # go into the artifact as they are
@@ -147,15 +63,14 @@ class Snapshot:
         config = _parse_json(companions[CONFIG], path / CONFIG)
         geometry = Geometry.from_config(config)
         kept_plain = _quantization(config)
+        stamps = _stamps(path, [INDEX] if os.path.lexists(path / INDEX) else [])
         weight_map, files = _weight_map(path)
-        stamps = _stamps(path, files)
+        stamps |= _stamps(path, files)
         headers, tensors = _read_files(path, weight_map, files)
         _check_tensors(path, geometry, tensors, kept_plain)
         return cls(
             path=path,
-            config=config,
             geometry=geometry,
-            fp8=kept_plain is not None,
             tensors=tensors,
             headers=headers,
             companion_files=companions,
@@ -177,14 +92,10 @@ class Snapshot:
         """Bytes of all tensors that a build reads."""
         return sum(tensor.stored.nbytes for tensor in self.used)
 
-    def scale(self, tensor: SourceTensor) -> SourceTensor:
-        """The block scales of an E4M3 tensor."""
-        return self.tensors[scale_name(tensor.name)]
-
     def has_changed(self) -> bool:
         """Whether a file is not what it was when the snapshot was opened."""
         return (
-            _stamps(self.path, list(self.headers)) != self.stamps
+            _stamps(self.path, list(self.stamps)) != self.stamps
             or _read_companions(self.path) != self.companion_files
         )
 
@@ -218,30 +129,7 @@ class Snapshot:
         return reader.digests
 
 
-def refuse_damaged(tensor: SourceTensor, why: str, position: tuple[int, ...]) -> InputError:
-    """The error for a bad value at an index of a tensor."""
-    index = "[" + ", ".join(map(str, position)) + "]"
-    return InputError(
-        f"{tensor.path}: {tensor.name}{index} is {why}", fix="Download this file again"
-    )
-
-
 # ---- reading ----
-
-
-def _read_into(fd: int, view: memoryview, tensor: SourceTensor, start: int) -> None:
-    offset = tensor.stored.offset + start
-    while view:
-        try:
-            count = os.preadv(fd, [view], offset)
-        except OSError as error:
-            raise InputError(f"{tensor.path}: {tensor.name}: {error.strerror}") from None
-        if count == 0:
-            raise InputError(
-                f"{tensor.path} ended inside {tensor.name}, at byte {offset}",
-                fix="It changed while it was read: leave the input alone and build again",
-            )
-        view, offset = view[count:], offset + count
 
 
 def _read_bytes(folder: Path, name: str) -> bytes:
@@ -255,14 +143,15 @@ def _read_bytes(folder: Path, name: str) -> bytes:
 
 def _unreadable(folder: Path, name: str, error: OSError) -> InputError:
     path = folder / name
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return InputError(f"{folder} is not a folder", fix="Give the folder of a checkpoint")
     if path.is_symlink() and not path.exists():
         return InputError(
             f"{path} is a link to {os.readlink(path)}, which does not exist",
-            fix="The download is not complete: run huggingface-cli download again",
+            fix="The download is not complete: run hf download again",
         )
-    return InputError(f"{path}: {error.strerror}", fix="Is the checkpoint complete?")
+    fix = "Is the checkpoint complete?" if error.errno == errno.ENOENT else None
+    return InputError(f"{path}: {error.strerror}", fix=fix)
 
 
 def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
@@ -274,15 +163,15 @@ def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 def _read_companions(folder: Path) -> dict[str, bytes]:
     """config.json and, where they are there, the other small files, by name."""
-    names = [name for name in COMPANIONS if name == CONFIG or (folder / name).is_file()]
-    names += sorted(path.name for path in folder.glob("LICENSE*") if path.is_file())
-    return {name: _read_bytes(folder, name) for name in names}
+    names = [name for name in COMPANIONS if name == CONFIG or os.path.lexists(folder / name)]
+    names += sorted(path.name for path in folder.glob("LICENSE*") if not path.is_dir())
+    return {name: _read_bytes(folder, name) for name in names if FILE_NAME.fullmatch(name)}
 
 
 def _stamps(folder: Path, files: list[str]) -> dict[str, list[int]]:
     """For each file: size, both times of change and inode."""
     out: dict[str, list[int]] = {}
-    for name in sorted(files):
+    for name in files:
         try:
             info = os.stat(folder / name)
         except OSError as error:
@@ -299,13 +188,17 @@ def _weight_map(folder: Path) -> tuple[dict[str, str] | None, list[str]]:
     weight_map = _parse_json(_read_bytes(folder, INDEX), index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(str(index), expected="a weight_map", found=type(weight_map).__name__)
+    checked: set[str] = set()
     for tensor, file in weight_map.items():
+        if isinstance(file, str) and file in checked:
+            continue
         parts = PurePosixPath(file).parts if isinstance(file, str) else ()
         if not parts or file.startswith("/") or ".." in parts or "\0" in file:
             raise InputError(
                 f"{index}: {tensor}", expected="a file inside the folder", found=ascii(file)
             )
-    files = sorted(set(weight_map.values()))
+        checked.add(file)
+    files = sorted(checked)
     absent = [name for name in files if not (folder / name).exists()]
     if absent:
         error = _unreadable(folder, absent[0], FileNotFoundError(2, "No such file"))
@@ -328,12 +221,13 @@ def _read_files(
             raise _unreadable(folder, name, error) from None
     if weight_map is None:
         weight_map = dict.fromkeys(headers[SINGLE].tensors, SINGLE)
+    paths = {name: folder / name for name in files}
     tensors: dict[str, SourceTensor] = {}
     for name, file in weight_map.items():
         stored = headers[file].tensors.get(name)
         if stored is None:
-            raise InputError(f"{folder / file} does not hold {name}, which {INDEX} places there")
-        tensors[name] = SourceTensor(name=name, file=file, path=folder / file, stored=stored)
+            raise InputError(f"{paths[file]} does not hold {name}, which {INDEX} places there")
+        tensors[name] = SourceTensor(name=name, file=file, path=paths[file], stored=stored)
     return headers, tensors
 
 

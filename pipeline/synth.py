@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dsv2mk.artifacts.console import progress
+from dsv2mk.artifacts.console import progress, size_text
 from dsv2mk.artifacts.container import ITEM_SIZE
 from dsv2mk.manifests.checkpoint import (
     EMBED,
@@ -28,12 +28,10 @@ from dsv2mk.manifests.checkpoint import (
     is_linear,
     scale_name,
 )
-from dsv2mk.manifests.errors import UsageError
+from dsv2mk.manifests.errors import SpaceError, UsageError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.scheme import BLOCK, E4M3_MAX
-from dsv2mk.pipeline.quantise import Array
-
-DTYPES = ("bf16", "fp8-block")
+from dsv2mk.pipeline.reader import Array
 
 #: Elements that are made at a time.
 _PIECE = 1 << 22
@@ -65,17 +63,22 @@ def synth(
     """Write a checkpoint of the config's geometry to the new folder `out`; returns its bytes.
 
     It gets its name when it is complete. Raises InputError for a config that is not supported,
-    UsageError if `out` exists.
+    UsageError if `out` exists, SpaceError if the disk is too small.
     """
     geometry = Geometry.from_config(config)
     if os.path.lexists(out):
-        raise UsageError(f"{out} exists", fix=f"Name another folder, or remove it: rm -r {out}")
+        raise UsageError(f"{out} exists", fix="Name another folder")
     tensors = list(_stored(geometry, dtype))
     shards = _assign_shards(tensors, max_shard_size)
     out.parent.mkdir(parents=True, exist_ok=True)
+    total = sum(tensor.nbytes for tensor in tensors)
+    free = shutil.disk_usage(out.parent).free
+    if total > free:
+        raise SpaceError(
+            f"no space for {out}", expected=f"{size_text(total)} free", found=size_text(free)
+        )
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     partial.mkdir()
-    total = sum(tensor.nbytes for tensor in tensors)
     try:
         weight_map: dict[str, str] = {}
         with progress(total, "synth") as bar:

@@ -6,6 +6,7 @@ Everything is written in a private folder beside the output, `.<name>.partial`:
     journal.jsonl   what is done: see artifacts/journal.py
     artifact/       the files, at their final size from the start
     placing         from just before artifact/ gets its final name: its inode
+    old             an artifact that artifact/ is about to replace, where names cannot be exchanged
 
 Threads are enough: file access, hashing and quantising all run without the interpreter's lock.
 """
@@ -18,28 +19,27 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsv2mk.artifacts.console import message, progress, size_text
-from dsv2mk.artifacts.container import ShardFile, shard_file
-from dsv2mk.artifacts.files import link_or_copy, sync_folder, write_all, write_file
+from dsv2mk.artifacts.files import can_link, link_or_copy, sync_folder, write_file
 from dsv2mk.artifacts.hashing import chunk_range, digest_of, hash_file, hash_range
 from dsv2mk.artifacts.journal import Journal
-from dsv2mk.manifests.errors import InputError, SpaceError, UsageError
+from dsv2mk.artifacts.shards import ShardFile, ShardWriter, shard_file
+from dsv2mk.manifests.errors import SpaceError, UsageError
 from dsv2mk.manifests.layout import PARTS, RankLayout
 from dsv2mk.manifests.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
     FileEntry,
     Manifest,
-    describe_changes,
+    change_text,
+    changes,
     make_manifest,
 )
 from dsv2mk.pipeline.jobs import job_extents, jobs
-from dsv2mk.pipeline.snapshot import Reader, Snapshot
-
-if TYPE_CHECKING:
-    from dsv2mk.pipeline.quantise import Array
+from dsv2mk.pipeline.reader import BadInput, Reader
+from dsv2mk.pipeline.snapshot import Snapshot
 
 JOURNAL = "journal.jsonl"
 PLACING = "placing"
@@ -48,7 +48,7 @@ _TOOLS = ("dsv2mk", "numba", "numpy", "torch", "xxhash")
 
 
 class Work:
-    """One build in its private folder. Also the Sink of all its packers."""
+    """One build in its private folder. Raises SpaceError if the disk would be full."""
 
     def __init__(
         self,
@@ -62,16 +62,22 @@ class Work:
         self._layouts = layouts
         self._sections = sections
         self._files = {file.name: file for file in own_files(layouts)}
+        self._todo = jobs(snapshot.geometry)
         self._lock = threading.Lock()
+        self._commit_lock = threading.Lock()
         self._stop = threading.Event()
-        self._fds: dict[str, int] = {}
         self._journal = Journal(folder / JOURNAL)
         try:
             self._take_up(folder)
-            self._check_space()
-            self._open_files()
+            missing = bytes_missing(folder, layouts)
+            if missing + safety_margin() > shutil.disk_usage(folder).free:
+                raise no_space(folder, missing)
+            self._folder.mkdir(exist_ok=True)
+            self._shards = ShardWriter(self._folder, self._files.values())
         except BaseException:
-            self.close()
+            self._journal.close()
+            if self._todo == jobs(snapshot.geometry):
+                (folder / JOURNAL).unlink()  # nothing was done: nothing is to be kept
             raise
 
     # ---- before ----
@@ -80,10 +86,10 @@ class Work:
         """Go on from what the journal says, or start over with nothing in artifact/."""
         identity = {**self._sections, "stamps": self._snapshot.stamps}
         found = self._journal.records[0] if self._journal.records else None
-        if found is None:
-            why = None
+        if found is None or not self._journal.records[1:]:
+            why = None  # nothing was done
         elif found != identity:
-            why = describe_changes(found, identity)[0]
+            why = change_text(changes(found, identity)[0])
         elif not self._is_ours(folder / PLACING):
             why = "its files are not those of its journal"
         else:
@@ -109,7 +115,6 @@ class Work:
 
     def _replay(self, records: list[dict[str, Any]]) -> None:
         """Take over what is done."""
-        self._todo, self._chunk_jobs = self._plan_jobs()
         self._digests: dict[str, str] = {}
         self._chunks: dict[tuple[str, int], str] = {}
         done: set[str] = set()
@@ -120,15 +125,15 @@ class Work:
             else:
                 self._chunks[record["file"], record["chunk"]] = record["xxh3"]
         self.resumed_jobs = len(done)
-        self._todo = [job for job in self._todo if job not in done]
+        self._todo = [job for job in jobs(self._snapshot.geometry) if job not in done]
         self._chunk_jobs = {
             chunk: remaining - done
-            for chunk, remaining in self._chunk_jobs.items()
+            for chunk, remaining in self._plan_chunks().items()
             if chunk not in self._chunks
         }
 
-    def _plan_jobs(self) -> tuple[list[str], dict[tuple[str, int], set[str]]]:
-        """All jobs, and for each chunk of each file the jobs that write into it."""
+    def _plan_chunks(self) -> dict[tuple[str, int], set[str]]:
+        """For each chunk of each file, the jobs that write into it."""
         chunk_jobs: dict[tuple[str, int], set[str]] = {}
         for name, file in self._files.items():
             for index in range(-(-file.size // CHUNK_BYTES)):
@@ -138,31 +143,20 @@ class Work:
                     first, last = file.data_start + start, file.data_start + end - 1
                     for index in range(first // CHUNK_BYTES, last // CHUNK_BYTES + 1):
                         chunk_jobs[name, index].add(job)
-        return jobs(self._snapshot.geometry), chunk_jobs
-
-    def _check_space(self) -> None:
-        missing = bytes_missing(self._folder.parent, self._layouts)
-        if missing + safety_margin() > shutil.disk_usage(self._folder.parent).free:
-            raise no_space(self._folder.parent, missing)
-
-    def _open_files(self) -> None:
-        self._folder.mkdir(exist_ok=True)
-        for name, file in self._files.items():
-            fd = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o666)
-            self._fds[name] = fd
-            os.ftruncate(fd, file.size)
-            write_all(fd, file.header, 0)
+        return chunk_jobs
 
     # ---- jobs ----
 
     def run(self, workers: int, device: str) -> None:
-        """Run the jobs that are left. Stops all workers at the first error, or at Ctrl-C."""
-        total = self._snapshot.nbytes
-        with progress(total, "build") as bar, ThreadPoolExecutor(workers) as pool:
-            if self._todo:
-                bar.update(
-                    sum(self._snapshot.tensors[name].stored.nbytes for name in self._digests)
-                )
+        """Run the jobs that are left. Stops all workers at the first error, or at Ctrl-C.
+
+        Raises BadInput for values that cannot be stored, InputError if a file cannot be read, and
+        OSError if one cannot be written.
+        """
+        done = sum(self._snapshot.tensors[name].stored.nbytes for name in self._digests)
+        with progress(self._snapshot.nbytes, "build", done) as bar:
+            workers = max(1, min(workers, len(self._todo)))
+            pool = ThreadPoolExecutor(workers)
             queue = iter(self._todo)
             loops = [pool.submit(self._worker, queue, bar, device) for _ in range(workers)]
             try:
@@ -170,6 +164,7 @@ class Work:
                     loop.result()
             finally:
                 self._stop.set()
+                _shut_down(pool)
         for chunk in [chunk for chunk, remaining in self._chunk_jobs.items() if not remaining]:
             self._hash_chunk(*chunk)
 
@@ -183,7 +178,7 @@ class Work:
                 bar.update(count)
 
         reader = Reader(done)
-        packer = Packer(self._snapshot, self._layouts, reader, self, device)
+        packer = Packer(self._snapshot, self._layouts, reader, self._shards, device)
         try:
             while True:
                 with self._lock:
@@ -200,10 +195,20 @@ class Work:
             raise
 
     def _commit(self, job: str, digests: dict[str, str]) -> None:
-        """Put a job's bytes on disk, then its record, then hash the chunks that it completed."""
-        for fd in self._fds.values():
-            os.fdatasync(fd)
-        self._journal.append({"job": job, "digests": digests})
+        """Put a job's bytes on disk, then its record, then hash the chunks that it completed.
+
+        One at a time, and none after one that failed: the system reports a failed write once, and
+        another worker's sync would pass.
+        """
+        with self._commit_lock:
+            if self._stop.is_set():
+                raise _Stopped
+            try:
+                self._shards.sync()
+                self._journal.append({"job": job, "digests": digests})
+            except BaseException:
+                self._stop.set()
+                raise
         with self._lock:
             self._digests |= digests
             complete = []
@@ -219,24 +224,18 @@ class Work:
 
     def _hash_chunk(self, name: str, index: int) -> None:
         start, length = chunk_range(index, self._files[name].size)
-        digest = hash_range(self._fds[name], start, length)
+        digest = hash_range(self._shards.fileno(name), start, length)
         self._journal.append({"file": name, "chunk": index, "xxh3": digest})
         with self._lock:
             self._chunks[name, index] = digest
             self._chunk_jobs.pop((name, index), None)
-
-    def write(self, rank: int, part: str, offset: int, data: "Array") -> None:
-        """Sink: write contiguous data into a part's file."""
-        name = self._layouts[rank].file_name(part)
-        start = self._files[name].data_start + offset
-        write_all(self._fds[name], data.reshape(-1).view("u1").data, start)
 
     # ---- after ----
 
     def finish(self) -> Manifest:
         """Complete the folder: the other ranks' replicated part, small files, the manifest."""
         if self._snapshot.has_changed():
-            raise InputError(
+            raise BadInput(
                 f"{self._snapshot.path} changed while it was read",
                 fix="Leave the input alone and build again",
             )
@@ -257,21 +256,28 @@ class Work:
         tools["python"] = platform.python_version()
         manifest = make_manifest({**self._sections, "source": source}, entries, tools)
         write_file(self._folder / MANIFEST_NAME, manifest.encoded)
-        for fd in self._fds.values():
-            os.fsync(fd)
+        self._shards.sync()
         sync_folder(self._folder)
         return manifest
 
     def close(self) -> None:
         """Close all files."""
         self._journal.close()
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        self._shards.close()
 
 
 class _Stopped(Exception):
     """Raised in a worker when another one has failed or the user has interrupted."""
+
+
+def _shut_down(pool: ThreadPoolExecutor) -> None:
+    """Wait for the workers, whatever happens: files must not be closed under them."""
+    while True:
+        try:
+            pool.shutdown()
+            return
+        except KeyboardInterrupt:
+            continue
 
 
 def inode(folder: Path) -> str:
@@ -281,7 +287,10 @@ def inode(folder: Path) -> str:
 
 
 def safety_margin() -> int:
-    """Bytes of disk that a build leaves free: DSV2MK_CACHE_SAFETY_GIB, 1 by default."""
+    """Bytes of disk that a build leaves free: DSV2MK_CACHE_SAFETY_GIB, 1 by default.
+
+    Raises UsageError for what is no number.
+    """
     text = os.environ.get("DSV2MK_CACHE_SAFETY_GIB", "1")
     try:
         margin = float(text) * (1 << 30)
@@ -311,17 +320,20 @@ def bytes_missing(folder: Path, layouts: list[RankLayout]) -> int:
         except OSError:
             there = 0
         missing += max(0, file.size - there)
+    if not can_link(folder):
+        missing += (len(layouts) - 1) * shard_file(layouts[0], "replicated").size
     return missing
 
 
-def no_space(folder: Path, missing: int) -> SpaceError:
+def no_space(folder: Path, missing: int, kept: bool = False) -> SpaceError:
     """The error for a build's private folder whose disk lacks `missing` bytes and the margin."""
+    what_then = "What is done is kept: free some space and run the same command again"
     free, margin = shutil.disk_usage(folder).free, safety_margin()
     return SpaceError(
         f"no space for the artifact in {folder.parent}",
         expected=f"{size_text(missing + margin)} free "
         f"({size_text(missing)} and a margin of {size_text(margin)})",
         found=size_text(free),
-        fix="Free some space or build elsewhere with --out; what is done is kept. "
+        fix=f"{what_then if kept else 'Free some space, or build elsewhere with --out'}. "
         "DSV2MK_CACHE_SAFETY_GIB sets the margin",
     )

@@ -1,5 +1,6 @@
 """`generate`: decode from an artifact."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import click
 
 from dsv2mk.artifacts.console import Report, reporting
+from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.errors import ArtifactError, UsageError
 
 _PATH = click.Path(path_type=Path)
@@ -75,8 +77,8 @@ def generate(
             expected=f"at most {geometry.max_position_embeddings} tokens",
             found=f"{len(token_ids)} + {max_new}",
         )
-    if logits is not None and not logits.resolve().parent.is_dir():
-        raise UsageError(f"--logits: {logits.parent} is not a folder")
+    if logits is not None:
+        logits = _writable(logits)
     stop = frozenset() if ignore_eos else _stop_tokens(artifact)
     decoder = reference.ReferenceDecoder(artifact, reference.CACHE_DTYPES[cache_dtype])
     new: list[int] = []
@@ -122,29 +124,35 @@ def _tokenizer(artifact: Any) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
-        raise ArtifactError(f"{path}: {error}") from None
+        raise ArtifactError(f"{path}: {error}", fix="dsv2mk verify DIR tells more") from None
 
 
 def _stop_tokens(artifact: Any) -> frozenset[int]:
     """End-of-sequence ids of generation_config.json, else of config.json."""
-    import json
-
     for name in ("generation_config.json", "config.json"):
         if name in artifact.manifest.files:
             try:
-                found = json.loads((artifact.path / name).read_bytes()).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
-                raise ArtifactError(f"{artifact.path / name}: {error}") from None
+                found = parse_object((artifact.path / name).read_bytes()).get("eos_token_id")
+            except ValueError as error:
+                raise ArtifactError(
+                    f"{artifact.path / name} is {error}", fix="dsv2mk verify DIR tells more"
+                ) from None
             if found is not None:
                 tokens = found if isinstance(found, list) else [found]
                 return frozenset(token for token in tokens if isinstance(token, int))
     return frozenset()
 
 
+def _writable(path: Path) -> Path:
+    """Where --logits goes, links followed: a new file, or one to replace."""
+    real = Path(os.path.realpath(path))
+    if not real.parent.is_dir() or (os.path.lexists(real) and not real.is_file()):
+        raise UsageError("--logits", expected="a file in a folder that exists", found=path)
+    return real
+
+
 def _save_logits(path: Path, logits: list[Any], token_ids: list[int]) -> None:
     """logits [positions, V] fp32 and token_ids [positions + 1] int32, each fed or chosen."""
-    import os
-
     import torch
     from safetensors.torch import save
 
@@ -156,5 +164,8 @@ def _save_logits(path: Path, logits: list[Any], token_ids: list[int]) -> None:
     try:
         temporary.write_bytes(save(tensors))  # `save_file` would ignore the umask
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -66,8 +66,11 @@ class ReferenceDecoder:
             h_H = h_H + self._attention(layer, h_H, turn)
             h_H = h_H + self._feed_forward(layer, h_H)
         x_H = _rms_norm(h_H, self._ranks[0]["final_norm"], g.rms_norm_eps)
-        logits = torch.cat([_matvec(weights["lm_head"], x_H) for weights in self._ranks])
-        return logits[: g.vocab_size].float()
+        logits = []
+        for rank, weights in enumerate(self._ranks):
+            start, end = self._topology.vocab_range(g, rank)  # the rows past it are padding
+            logits.append(_matvec(weights["lm_head"][: end - start], x_H))
+        return torch.cat(logits).float()
 
     # ---- attention ----
 

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ from dsv2mk.artifacts.hashing import hash_file
 from dsv2mk.manifests.geometry import preset_config
 from dsv2mk.manifests.scheme import BLOCK
 from dsv2mk.pipeline.quantise import quantise_band
-from dsv2mk.pipeline.snapshot import Reader, Snapshot, band_rows
+from dsv2mk.pipeline.reader import Reader, band_rows
+from dsv2mk.pipeline.snapshot import Snapshot
 from dsv2mk.pipeline.synth import synth
 
 PROGRAM = Path(sys.executable).with_name("dsv2mk")
@@ -39,13 +41,12 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=Path("build/bench"))
+    parser.add_argument("--dir", type=Path, default=Path("build"))
     parser.add_argument("--output-json", type=Path, default=Path("build/bench-build.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    folder = options.dir.resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=options.dir)).resolve()
     try:
         result = measure(folder, options)
     finally:

@@ -177,7 +177,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "licence": (
         lambda s: (s / "LICENSE-MODEL").write_text("new"),
         2,
-        r"source\.copied\.LICENSE-MODEL: added",
+        r"source\.copied\.LICENSE-MODEL added",
     ),
     "ranks": (lambda s: None, 3, r"topology\.ranks: 2 -> 3"),
     "code": (lambda s: None, 2, r"code\.pipeline/pack\.py"),

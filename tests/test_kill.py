@@ -124,7 +124,8 @@ def test_death_between_the_renames_where_nothing_can_be_exchanged(
             continue
         died = machine.steps[-1]
         absent += not out.exists()
-        held = [read_bytes(path) for path in out.parent.iterdir() if path.name != PARTIAL]
+        places = [out, out.parent / PARTIAL / "old"]
+        held = [read_bytes(path) for path in places if path.exists()]
         code = machine.build(args)
         checks = {
             "no whole artifact": old in held or expected in held,
@@ -150,7 +151,7 @@ def test_ctrl_c_at_the_ends(
     def interrupted(*paths: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 1:
+        if calls == step:  # the first link is a probe, whether there are any
             raise KeyboardInterrupt
         link(*paths)
 

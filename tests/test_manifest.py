@@ -10,6 +10,7 @@ from helpers import GONE, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv2mk.manifests.canonical import canonical_json
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.layout import PARTS, group_layout
@@ -17,9 +18,9 @@ from dsv2mk.manifests.manifest import (
     CHUNK_BYTES,
     FileEntry,
     Manifest,
-    canonical_json,
+    change_text,
+    changes,
     deciding_sections,
-    describe_changes,
     make_manifest,
     parse_manifest,
 )
@@ -77,19 +78,26 @@ def test_a_manifest_survives_its_bytes(ranks: int) -> None:
     assert entry == FileEntry(size=CHUNK_BYTES + 1, digest=HASHES[0], chunks=HASHES)
 
 
-def test_describe_changes() -> None:
+def test_changes() -> None:
     old = {"a": 1, "b": {"c": [1, 2], "d": "x"}, "gone": None, "same": {"z": 0}, "long": "x" * 90}
     new = {"a": 2, "b": {"c": [1, 3], "d": None}, "new": {"y": 1}, "same": {"z": 0}, "long": "y"}
-    assert describe_changes(old, new) == [
-        "a: 1 -> 2",
-        "b.c: [1, 2] -> [1, 3]",
-        'b.d: "x" -> null',
-        "gone: removed",
-        "long: differs",
-        "new: added",
+    found = changes(old, new)
+    assert found == [
+        ("M", "a: 1 -> 2"),
+        ("M", "b.c: [1, 2] -> [1, 3]"),
+        ("M", 'b.d: "x" -> null'),
+        ("-", "gone"),
+        ("M", "long"),
+        ("+", "new"),
     ]
-    assert describe_changes(old, copy.deepcopy(old)) == []
-    assert describe_changes({"é": 1}, {"é": "ü"}, "s") == ['s.é: 1 -> "ü"']
+    assert [change_text(change) for change in found[2:]] == [
+        'b.d: "x" -> null',
+        "gone removed",
+        "long differs",
+        "new added",
+    ]
+    assert changes(old, copy.deepcopy(old)) == []
+    assert changes({"é": 1}, {"é": "ü"}, "s") == [("M", 's.é: 1 -> "ü"')]
 
 
 # ---- refusals ----

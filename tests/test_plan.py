@@ -67,7 +67,7 @@ def test_plan_tells_what_a_build_makes(
     assert plan["input_bytes"] == sum(
         t.nbytes for t in load_file(shared / "snapshot" / SINGLE).values()
     )
-    assert (plan["input_files"], plan["input_fp8"]) == (1, False)
+    assert (plan["input_files"], plan["input_dtypes"]) == (1, ["BF16"])
     assert plan["disk_margin"] == 1 << 28
     assert plan["cache_bytes_per_position"] == 3 * (24 + 8) * 2  # layers * (kv_lora + rope), bf16
     shards = {path.name: path.stat() for path in out.glob("*.safetensors")}
