@@ -86,6 +86,8 @@ def _run(command: click.Command, args: list[str], as_json: bool) -> int:
     except (KeyboardInterrupt, click.Abort):
         fields = {"kind": "interrupted", "message": "interrupted"}
         return _fail(EXIT_INTERRUPTED, fields, as_json)
+    except SystemExit:  # click's answer to a reader that has gone
+        raise BrokenPipeError from None
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files as resource_files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def build(
         snapshot.geometry, Topology(ranks=ranks), snapshot.companions(), code_hashes()
     )
     if not os.access(out.parent, os.W_OK):
-        existing = _existing(out, sections, snapshot, overwrite=False)
+        existing = _existing(out, sections, snapshot, overwrite)
         if existing is not None:
             return BuildResult(manifest=existing, up_to_date=True)
     with _locked(out.parent / f".{out.name}.partial") as folder:
@@ -128,6 +129,8 @@ def build(
         if existing is not None:
             (folder / JOURNAL).unlink(missing_ok=True)
             return BuildResult(manifest=existing, up_to_date=True)
+        if find_spec("numba") is None:
+            raise UsageError("a build needs the package numba", fix="pip install 'dsv2mk[build]'")
         try:
             with closing(Work(folder, snapshot, layouts, sections)) as work:
                 work.run(workers, device)

@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +136,6 @@ def build(
 
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no GPU", fix="Use --device cpu")
-    if find_spec("numba") is None:
-        raise UsageError("build needs the package numba", fix="pip install 'dsv2mk[build]'")
     started = time.perf_counter()
     result = make(
         source, tp, out, workers=workers or _workers(), device=device, overwrite=overwrite

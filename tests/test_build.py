@@ -5,11 +5,14 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import JOBS
 from helpers import (
     SINGLE,
     Call,
@@ -38,6 +41,21 @@ def test_bytes_depend_on_neither_workers_nor_folder(
     assert dsv2mk(*args, "--workers", workers).code == 0
     assert read_bytes(out) == read_bytes(shared / "artifact")
     assert names(out.parent) == {out.name}  # nothing else is left
+
+
+def test_more_workers_than_jobs(few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def counting(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counting)
+    out = few / "work" / "artifact"
+    assert dsv2mk(*build_args(few / "snapshot", out, workers=100_000)).code == 0
+    assert 1 < len(started) <= JOBS
+    assert read_bytes(out) == read_bytes(few / "artifact")
 
 
 def test_bytes_depend_on_no_environment(shared: Path, snapshot: Path, tmp_path: Path) -> None:
@@ -140,6 +158,36 @@ def test_second_build_writes_nothing(
         assert sum(read) == first["input_bytes"]  # hashed, and remembered again
         assert json.loads(remembered.read_bytes()) == json.loads(good)
     assert (state(out), state(snapshot)) == before
+    assert names(tmp_path) == {"artifact", "snapshot"}
+
+
+def test_up_to_date_where_nothing_can_be_written(
+    snapshot: Path, artifact: Path, tmp_path: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for another user; hooks, since the superuser may write everywhere."""
+    mkdir = os.mkdir
+
+    def no_mkdir(path: Any, *args: Any) -> None:
+        if Path(path).parent == tmp_path and Path(path).name != "cache":
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *args)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(os, "mkdir", no_mkdir)
+    before = state(artifact)
+    args = build_args(snapshot, artifact)
+    for _ in range(2):  # hashed, then remembered
+        done = dsv2mk(*args)
+        assert (done.code, done.err) == (0, "")
+        assert "up to date" in done.out
+    (snapshot / "LICENSE").write_text("new")
+    changed = dsv2mk(*args)
+    assert changed.code == 2
+    assert "source.copied.LICENSE added" in changed.err
+    refused = dsv2mk(*args, "--overwrite")
+    assert refused.code == 2
+    assert "Permission denied" in refused.err
+    assert state(artifact) == before
     assert names(tmp_path) == {"artifact", "snapshot"}
 
 
@@ -305,6 +353,42 @@ def test_out_and_snapshot_are_apart(snapshot: Path, tmp_path: Path, dsv2mk: Call
     assert "lie in one another" in done.err
     assert state(snapshot) == before
     assert names(tmp_path) == {"snapshot", "link"}
+
+
+def test_out_on_a_mount_point_is_refused_before_any_work(
+    snapshot: Path, tmp_path: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be renamed. A real one where this process may mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "link").symlink_to(disk)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]
+    real = shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0
+    if not real:
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
+    monkeypatch.setattr(os, "pwrite", lambda *_: pytest.fail("it works"))
+    try:
+        for out in (disk, tmp_path / "link"):
+            done = dsv2mk(*build_args(snapshot, out), "--overwrite")
+            assert done.code == 2
+            assert f"{disk} is a mount point" in done.err
+        assert names(disk) == set()
+        assert names(tmp_path) == {"snapshot", "disk", "link"}
+    finally:
+        if real:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_out_that_is_a_link_to_itself_is_refused(
+    snapshot: Path, tmp_path: Path, dsv2mk: Call
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for out in (tmp_path / "loop", tmp_path / "loop" / "artifact"):
+        done = dsv2mk(*build_args(snapshot, out))
+        assert done.code in (2, 10)
+        assert len(done.err.splitlines()) == 1
+        assert "loop" in done.err
+    assert os.readlink(tmp_path / "loop") == "loop"
 
 
 @pytest.mark.parametrize("exists", [True, False])

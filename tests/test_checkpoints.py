@@ -1,11 +1,14 @@
 """The forms that a checkpoint may have: dtypes, FP8, tied embeddings, an index; it is only read."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import Call, build_args, hub_snapshot, state
+from helpers import INDEX, Call, assert_refused, build_args, hub_snapshot, read_bytes, state
 from reference_shards import (
     PLAIN,
     SMALL,
@@ -19,6 +22,9 @@ from reference_shards import (
     write_checkpoint,
 )
 from safetensors.torch import save_file
+
+from dsv2mk.manifests.errors import InputError
+from dsv2mk.pipeline.snapshot import Snapshot
 
 
 def test_dtypes_may_differ_inside_a_checkpoint(tmp_path: Path, small: Tensors) -> None:
@@ -69,6 +75,76 @@ def test_the_index_says_where_tensors_are(tmp_path: Path, small: Tensors) -> Non
     stale = {n: t for n, t in small.items() if weight_map[n] == "weights.st"}
     save_file({**stale, other: torch.zeros_like(small[other])}, snapshot / "weights.st")
     build_and_check(snapshot, 2, tmp_path / "out", Checkpoint(small, SMALL))
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+def test_an_index_that_turns_to_another_file_is_a_change(
+    tmp_path: Path, small: Tensors, dsv2mk: Call, remembered: bool
+) -> None:
+    """Two files hold a tensor, and only the index says which counts; no weight file changes."""
+    files = ["a.safetensors", "b.safetensors"]
+    weight_map = {name: files[index % 2] for index, name in enumerate(small)}
+    snapshot = write_checkpoint(tmp_path / "s", small, SMALL, weight_map)
+    name = "model.norm.weight"
+    here, there = sorted(files, key=lambda file: file != weight_map[name])
+    held = {n: t for n, t in small.items() if weight_map[n] == there}
+    save_file({**held, name: -small[name]}, snapshot / there)
+    args = build_args(snapshot, tmp_path / "out")
+    assert dsv2mk(*args).code == 0
+    assert "up to date" in dsv2mk(*args).out
+    before = read_bytes(tmp_path / "out")
+    if not remembered:
+        shutil.rmtree(tmp_path / "cache")
+    info = (snapshot / INDEX).stat()
+    index = json.loads((snapshot / INDEX).read_text())
+    index["weight_map"][name] = there
+    (snapshot / INDEX).write_text(json.dumps(index))
+    os.utime(snapshot / INDEX, ns=(info.st_atime_ns, info.st_mtime_ns))
+    refused = dsv2mk(*args)
+    assert refused.code == 2
+    for file in files:  # what each gives is not what it gave
+        assert f"source.files.{file}.digest" in refused.err
+    assert read_bytes(tmp_path / "out") == before
+    assert here != there
+
+
+# ---- the small files ----
+
+
+def test_what_no_artifact_can_hold_is_left_out(
+    snapshot: Path, tmp_path: Path, dsv2mk: Call
+) -> None:
+    """A name that a manifest may not have, and a folder; other licences go with the artifact."""
+    (snapshot / "LICENSE with space").write_text("none")
+    (snapshot / "LICENSES").mkdir()
+    (snapshot / "LICENSES" / "MIT.txt").write_text("none")
+    (snapshot / "LICENSE-CODE").write_text("free")
+    for _ in range(2):
+        assert dsv2mk(*build_args(snapshot, tmp_path / "out")).code == 0
+    files = read_bytes(tmp_path / "out")
+    assert {name for name in files if name.startswith("LICENSE")} == {"LICENSE-CODE"}
+    assert files["LICENSE-CODE"] == b"free"
+    assert dsv2mk("verify", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "LICENSE"])
+def test_a_small_file_that_was_not_downloaded_is_named(
+    snapshot: Path, dsv2mk: Call, name: str
+) -> None:
+    (snapshot / name).unlink(missing_ok=True)
+    (snapshot / name).symlink_to("../blobs/absent")
+    assert_refused(dsv2mk, snapshot, str(snapshot / name), "a link to ../blobs/absent")
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "config.json", INDEX])
+def test_a_pipe_in_place_of_a_small_file_is_refused_at_once(
+    snapshot: Path, dsv2mk: Call, alarm: None, name: str
+) -> None:
+    (snapshot / name).unlink(missing_ok=True)
+    os.mkfifo(snapshot / name)
+    with pytest.raises(InputError):  # a command would take the alarm for a bug
+        Snapshot.open(snapshot)
+    assert_refused(dsv2mk, snapshot, str(snapshot / name), "not a regular file")
 
 
 @pytest.mark.parametrize("bad", [False, True])

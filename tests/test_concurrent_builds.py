@@ -1,5 +1,7 @@
 """Several builds of one output at a time: one builds, the others are told so."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 from faults import PARTIAL, Server, json_build
 from helpers import Call, Done, names, read_bytes, spawn
+
+from dsv2mk.artifacts.files import lock_folder
 
 
 def test_second_build_of_the_same_output(
@@ -86,6 +90,58 @@ def test_a_build_that_begins_while_another_clears_up(
             wrong += [f"{meet_at}: {what}" for what, right in checks.items() if not right]
     assert meet_at > len(expected)  # the old artifact's files and some more were removed
     assert wrong == []
+
+
+def test_the_lock_is_removed_last(few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets it then has the folder for itself, and keeps what it puts there."""
+    out = few / "work" / "artifact"
+    partial = out.parent / PARTIAL
+    shutil.copytree(few / "old", out)
+    removed: list[str] = []
+    unlink, rmdir = os.unlink, os.rmdir
+
+    def unlinking(path: Any, **where: Any) -> None:
+        removed.append(os.path.basename(path))
+        unlink(path, **where)
+
+    def another_begins(path: Any, **where: Any) -> None:
+        removed.append(os.path.basename(path))
+        if removed[-1] == PARTIAL:
+            os.close(lock_folder(partial))
+            (partial / "journal.jsonl").write_text("another's")
+        rmdir(path, **where)
+
+    monkeypatch.setattr(os, "unlink", unlinking)
+    monkeypatch.setattr(os, "rmdir", another_begins)
+    assert dsv2mk(*json_build(few / "snapshot", out), "--overwrite").code == 0
+    assert removed.index("manifest.json") < removed.index("lock")  # of the old artifact
+    assert removed[-2:] == ["lock", PARTIAL]
+    assert names(partial) == {"lock", "journal.jsonl"}
+    assert (partial / "journal.jsonl").read_text() == "another's"
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
+def test_a_file_system_without_locks(
+    few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """Some network file systems have none; any other error is one."""
+
+    def refusing(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", refusing)
+    out = few / "work" / "artifact"
+    args = json_build(few / "snapshot", out)
+    for up_to_date in (False, True):
+        done = dsv2mk(*args)
+        if error == errno.EIO:
+            assert done.code == 2
+            assert os.strerror(error) in done.json["error"]["message"]
+            continue
+        assert (done.code, done.json["up_to_date"]) == (0, up_to_date)
+        assert f"no locks on the file system of {out.parent / PARTIAL}" in done.err
+        assert read_bytes(out) == read_bytes(few / "artifact")
+        assert names(out.parent) == {"artifact"}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Builds that run out of space: nothing is lost, and the message says what is needed."""
+"""Disks that fill up or fail under a build: nothing is lost, and nothing bad is kept."""
 
 import contextlib
 import errno
@@ -6,13 +6,15 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import PARTIAL, json_build, recorded_jobs
-from helpers import Call, names, read_bytes, slow
+from faults import JOBS, PARTIAL, json_build, recorded_jobs
+from helpers import SINGLE, Call, names, read_bytes, slow
 
 
 class FullDisk:
@@ -147,3 +149,126 @@ def test_a_small_disk_that_fills_up(
     finally:
         if real:
             subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---- disks that fail ----
+
+
+class FailedSync:
+    """One sync of a shard fails, and what was not synced there is lost; the next one succeeds.
+
+    So the kernel does it: it reports a write that failed to one caller only.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, partial: Path, error: int, fail_at: int) -> None:
+        self.recorded: list[str] | None = None  # jobs, as it failed
+        self._calls = 0
+        self._unsynced: dict[int, list[tuple[int, int]]] = {}
+        lock, pwrite = threading.Lock(), os.pwrite
+
+        def write(fd: int, data: Any, offset: int) -> int:
+            with lock:
+                self._unsynced.setdefault(fd, []).append((offset, len(data)))
+                return pwrite(fd, data, offset)
+
+        def sync(fd: int) -> None:
+            if not os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+                return  # the journal
+            with lock:
+                self._calls += 1
+                lost = self._unsynced.pop(fd, [])
+                if self._calls != fail_at:
+                    return
+                for offset, length in lost:
+                    pwrite(fd, b"\xa5" * length, offset)
+                self.recorded = recorded_jobs(partial)
+            time.sleep(0.3)  # the other workers come to their syncs meanwhile
+            raise OSError(error, os.strerror(error))
+
+        patch.setattr(os, "pwrite", write)
+        patch.setattr(os, "fdatasync", sync)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("fail_at", [1, 5, 8, 15])  # 5 files are synced after each of 4 jobs
+def test_no_job_counts_after_a_sync_that_failed(
+    few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch, error: int, fail_at: int
+) -> None:
+    out = few / "work" / "artifact"
+    args = json_build(few / "snapshot", out, workers=4)
+    with monkeypatch.context() as patch:
+        disk = FailedSync(patch, out.parent / PARTIAL, error, fail_at)
+        stopped = dsv2mk(*args)
+    assert stopped.code == stopped.json["error"]["exit_code"] == (13 if error != errno.EIO else 2)
+    assert disk.recorded is not None
+    assert len(disk.recorded) < JOBS
+    assert recorded_jobs(out.parent / PARTIAL) == disk.recorded
+    assert not out.exists()
+    again = dsv2mk(*args)
+    assert (again.code, again.json["resumed_jobs"]) == (0, len(disk.recorded))
+    assert read_bytes(out) == read_bytes(few / "artifact")
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_a_read_that_fails_once_loses_no_work(
+    few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch, error: int, share: float
+) -> None:
+    """Unlike a bad value, which no other try can use."""
+    out = few / "work" / "artifact"
+    args = json_build(few / "snapshot", out)
+    size = (few / "snapshot" / SINGLE).stat().st_size
+    calls, fail_at, preadv = 0, 0, os.preadv
+
+    def failing(fd: int, buffers: Any, offset: int) -> int:
+        nonlocal calls
+        if os.fstat(fd).st_size == size:  # the input
+            calls += 1
+            if calls == fail_at:
+                raise OSError(error, os.strerror(error))
+        return preadv(fd, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        assert dsv2mk(*json_build(few / "snapshot", few / "count")).code == 0
+        calls, fail_at = 0, int(calls * share)
+        stopped = dsv2mk(*args)
+    failed = stopped.json["error"]
+    assert stopped.code == failed["exit_code"] == 10
+    assert str(few / "snapshot" / SINGLE) in failed["message"]
+    assert os.strerror(error) in failed["message"]
+    done = recorded_jobs(out.parent / PARTIAL)
+    assert 0 < len(done) < JOBS
+    again = dsv2mk(*args)
+    assert (again.code, again.json["resumed_jobs"]) == (0, len(done))
+    assert read_bytes(out) == read_bytes(few / "artifact")
+
+
+@pytest.mark.parametrize("name", ["rank-01.ffn", "rank-00.replicated", "rank-00.partitioned"])
+@pytest.mark.parametrize("when", [10, 40])
+def test_a_file_taken_away_while_it_is_written(
+    few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch, name: str, when: int
+) -> None:
+    """The build goes on writing to it, and finds no error; but there is no such file."""
+    out = few / "work" / "artifact"
+    args = json_build(few / "snapshot", out)
+    calls, pwrite = 0, os.pwrite
+
+    def taking(fd: int, data: Any, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            (out.parent / PARTIAL / "artifact" / f"{name}.safetensors").unlink()
+        return pwrite(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", taking)
+        stopped = dsv2mk(*args)
+    assert calls >= when
+    assert stopped.code in (2, 11)
+    assert "Traceback" not in stopped.err
+    assert name in stopped.json["error"]["message"]
+    assert not out.exists()
+    assert dsv2mk(*args).code == 0
+    assert read_bytes(out) == read_bytes(few / "artifact")
+    assert names(out.parent) == {"artifact"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Call, edit_json, make_artifact, make_snapshot, read_bytes, small_config
+from helpers import Call, edit_json, make_artifact, make_snapshot, read_bytes, small_config, state
 from safetensors.torch import load_file
 
 from dsv2mk.artifacts.artifact import Artifact
@@ -231,20 +232,47 @@ def test_logits_that_are_no_numbers_are_refused(
     assert not (tmp_path / "logits").exists()
 
 
-@pytest.mark.parametrize("target", ["missing/logits", "a-file/logits", "a-folder"])
+NO_PLACE = ["missing/logits", "a-file/logits", "a-folder", "a-pipe", "a-socket", "loop", "loop/x"]
+
+
+@pytest.mark.parametrize("target", [*NO_PLACE, "to a-pipe", "to missing"])
 def test_logits_that_cannot_be_stored_leave_nothing(
-    target: str, artifact: Path, tmp_path: Path, dsv2mk: Call
+    target: str, artifact: Path, tmp_path: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a-file").write_text("kept")
-    (tmp_path / "a-folder").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    code, message = refusal(
-        dsv2mk, artifact, *prompt(IDS), "--max-new", 2, "--logits", tmp_path / target
-    )
+    """Known before decoding, which takes long; what is no file is neither written nor replaced."""
+    place = tmp_path / "place"
+    (place / "a-folder").mkdir(parents=True)
+    (place / "a-file").write_text("kept")
+    os.mkfifo(place / "a-pipe")
+    (place / "loop").symlink_to("loop")
+    (place / "to a-pipe").symlink_to("a-pipe")
+    (place / "to missing").symlink_to("missing/logits")
+    monkeypatch.setattr(ReferenceDecoder, "__init__", lambda *_: pytest.fail("it decodes"))
+    monkeypatch.chdir(place)  # a socket's path must be short
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("a-socket")
+        before = state(place)
+        args = [artifact, *prompt(IDS), "--max-new", 2, "--logits", place / target]
+        code, message = refusal(dsv2mk, *args)
+        assert state(place) == before
     assert code == 2
     assert target.split("/")[0] in message
-    assert sorted(tmp_path.rglob("*")) == before
-    assert (tmp_path / "a-file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_logits_go_where_a_link_leads(
+    exists: bool, artifact: Path, tmp_path: Path, dsv2mk: Call
+) -> None:
+    target, link = tmp_path / "elsewhere" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    if exists:
+        target.write_text("older")
+    link.symlink_to("elsewhere/target")
+    generate(dsv2mk, artifact, *prompt(IDS), "--max-new", 1, "--logits", link)
+    assert os.readlink(link) == "elsewhere/target"
+    assert not target.is_symlink()
+    assert load_file(target)["logits"].shape == (3, CONFIG["vocab_size"])
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import Call, make_artifact, slow_but
+from helpers import Call, make_artifact, names, slow_but, state
 
 from dsv2mk.pipeline.build import CODE
 from dsv2mk.pipeline.cli import COMMANDS
@@ -143,3 +143,49 @@ def test_help_is_light(command: str | None, tmp_path: Path) -> None:
     assert "Usage: dsv2mk" in out
     heavy = {*_COMPILERS, "numpy", "safetensors", "tokenizers", "torch"}
     assert not heavy & {name.split(".")[0] for name in modules}
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None  # as if it were not installed
+from dsv2mk.artifacts.console import run
+from dsv2mk.pipeline.cli import cli
+snapshot, artifact = sys.argv[1:]
+for args in (
+    ["synth", "s", "--geometry", "tiny", "--layers", "1"],
+    ["plan", snapshot, "--tp", "2", "--out", "new/out"],
+    ["generate", artifact, "--token-ids", "1,2", "--max-new", "1"],
+    ["build", snapshot, "--tp", "2", "--out", artifact],
+    ["build", snapshot, "--tp", "2", "--out", "new/out"],
+    ["build", snapshot, "--tp", "1", "--out", artifact, "--overwrite"],
+):
+    print("exit", run(cli, args), *args[:1], flush=True)
+"""
+
+
+def test_only_a_build_that_works_needs_numba(
+    snapshot: Path, artifact: Path, tmp_path: Path
+) -> None:
+    """It is in the extra `build`, which those who only decode do not install."""
+    before = state(artifact)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMBA, str(snapshot), str(artifact)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    exits = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("exit")]
+    assert exits == [
+        ["0", "synth"],
+        ["0", "plan"],
+        ["0", "generate"],
+        ["0", "build"],  # up to date
+        ["2", "build"],
+        ["2", "build"],
+    ], done.stderr
+    assert done.stderr.count("dsv2mk[build]") == 2
+    assert "Traceback" not in done.stderr
+    assert state(artifact) == before
+    assert names(tmp_path) - {"new"} == {"artifact", "s", "snapshot"}
+    assert list(tmp_path.glob("new/*")) == []

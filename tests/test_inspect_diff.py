@@ -1,7 +1,8 @@
-"""`inspect` and `diff`: what is in an artifact, and what differs from another."""
+"""What is in an artifact, mapped or shown by `inspect`, and what differs from another: `diff`."""
 
 import json
 import math
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,43 @@ from safetensors.torch import load_file
 
 from dsv2mk.artifacts.container import read_header
 from dsv2mk.artifacts.tensors import statistics
+from dsv2mk.manifests.layout import PARTS
+
+# ---- map_tensor ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {}),
+        # Fewer units than ranks: some ranks have an FFN of nothing.
+        (8, {"first_k_dense_replace": 2, "num_hidden_layers": 2, "intermediate_size": 129}),
+    ],
+)
+def test_a_mapped_tensor_is_the_librarys_and_no_more(
+    tmp_path: Path, ranks: int, changes: dict[str, int]
+) -> None:
+    artifact = make_artifact(
+        make_snapshot(tmp_path / "s", small_config(**changes)), ranks, tmp_path / "a"
+    )
+    unaligned = count = 0
+    for rank, layout in enumerate(artifact.layouts):
+        for part in PARTS:
+            for name, tensor in load_file(artifact.path / layout.file_name(part)).items():
+                view = artifact.map_tensor(rank, name)
+                assert view == tensor.flatten().view(torch.uint8).numpy().tobytes(), name
+                assert view.readonly
+                with pytest.raises(TypeError):
+                    view[:1] = b"x"
+                extra = len(view.obj) - len(view)  # of what is mapped
+                assert 0 <= extra < mmap.PAGESIZE, name
+                unaligned += extra > 0
+                count += 1
+        with pytest.raises(KeyError):
+            artifact.map_tensor(rank, "bias")
+    assert count == sum(len(layout.tensors) for layout in artifact.layouts)
+    assert unaligned
+
 
 # ---- inspect ----
 

@@ -28,6 +28,10 @@ def commands(snapshot: Path, built: Path, out: Path) -> dict[str, tuple[int, lis
         "no argument": (2, ["diff", built]),
         "no number": (2, ["plan", snapshot, "--tp", "two"]),
         "no size": (2, ["synth", out / "s", "--geometry", "tiny", "--max-shard-size", "1 parsec"]),
+        "a size of 5000 digits": (
+            2,
+            ["synth", out / "s", "--geometry", "tiny", "--max-shard-size", "9" * 5000],
+        ),
         "no preset": (2, ["synth", out / "s", "--geometry", "gigantic"]),
         "synth over a folder": (2, ["synth", snapshot, "--geometry", "tiny"]),
         "synth under a file": (2, ["synth", snapshot / "config.json" / "s", "--geometry", "tiny"]),
@@ -42,6 +46,7 @@ def commands(snapshot: Path, built: Path, out: Path) -> dict[str, tuple[int, lis
         ),
         "verify nothing": (11, ["verify", out / "absent"]),
         "verify too much": (2, ["verify", built, "--sample", 101]),
+        "verify nan": (2, ["verify", built, "--sample", "nan"]),
         "inspect no tensor": (2, ["inspect", built, "bias"]),
         "inspect no rank": (2, ["inspect", built, "--rank", 2]),
         "inspect stats of all": (2, ["inspect", built, "--stats"]),

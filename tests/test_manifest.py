@@ -240,6 +240,17 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "code a number": put("code", "pipeline/pack.py", 1),
     "tools null": put("tools", None),
     "source a list": put("source", []),
+    "source empty": put("source", {}),
+    "source with more": put("source", "path", "/data"),
+    "source copied null": put("source", "copied", None),
+    "source copied a number": put("source", "copied", "config.json", 1),
+    "source copied and not there": put("source", "copied", "LICENSE", "0" * 64),
+    "source files a list": put("source", "files", ["model.safetensors"]),
+    "source file null": put("source", "files", "model.safetensors", None),
+    "source size bool": put("source", "files", "model.safetensors", "size", True),
+    "source no size": put("source", "files", "model.safetensors", "size", GONE),
+    "source digest no hex": put("source", "files", "model.safetensors", "digest", "g" * 32),
+    "source digest a number": put("source", "files", "model.safetensors", "digest", 7),
     **{f"no {name}": put(name, GONE) for name in sorted(json.loads(VALID))},
 }
 
