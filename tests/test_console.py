@@ -1,7 +1,9 @@
-"""What every command shares: closed streams, readers that have gone, bugs, sizes as text."""
+"""What every command shares: streams closed or gone, bugs, sizes as text, progress."""
 
+import io
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from helpers import COMMAND, Call, build_args, read_bytes
 
 from dsv2mk.artifacts.artifact import Artifact
-from dsv2mk.artifacts.console import size_text
+from dsv2mk.artifacts.console import progress, size_text
 
 
 def closed(streams: str, *args: object) -> subprocess.CompletedProcess[str]:
@@ -92,3 +94,26 @@ def test_a_bug_keeps_its_traceback(
 )
 def test_sizes_have_three_digits(count: float, text: str) -> None:
     assert size_text(count) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """Bytes done and to do, rate and time left; what was done before counts as done."""
+    monkeypatch.setattr("sys.stderr", stderr := kind())
+    monkeypatch.setenv("COLUMNS", "100")
+    with progress(4_000_000_000, "build", 1_000_000_000) as bar:
+        bar.update(2_000_000_000)
+        bar.refresh()
+    shown = stderr.getvalue()
+    if kind is Terminal:
+        assert "build:  25%" in shown
+        assert "1.00G/4.00G" in shown
+        assert "build:  75%" in shown
+        assert re.search(r"3\.00G/4\.00G \[\d\d:\d\d<.*B/s\]", shown)
+    else:
+        assert shown == ""

@@ -237,6 +237,9 @@ def test_sigkill_at_any_time(
             done[:] = now
         return False
 
+    def begun() -> list[str]:
+        return recorded_jobs(out.parent / PARTIAL)
+
     def placing() -> None:
         mark, manifest = out.parent / PARTIAL / "placing", out / "manifest.json"
         while not mark.exists():
@@ -264,6 +267,11 @@ def test_sigkill_at_any_time(
         if ended:
             fresh()
         ended = one(lambda: time.sleep(took * rng.uniform(0.1, 0.5)))
+    for _ in range(20):  # until one has gone on from another's work, however the clock ran above
+        if not resumed:
+            fresh()
+            ended = one(lambda: wait_for(lambda: begun() or server.printed()[0]))
+            assert ended or one()
     assert resumed > 0
 
 
