@@ -77,6 +77,20 @@ class ArtifactError(UserError):
     kind = "artifact damaged or missing"
 
 
+class NodeError(UserError):
+    """The artifact or the kernel does not fit this node: arch, driver, world size, memory."""
+
+    exit_code = EXIT_NODE
+    kind = "does not fit this node"
+
+
+class StuckError(UserError):
+    """The kernel's watchdog ended a launch."""
+
+    exit_code = EXIT_BUG
+    kind = "kernel stuck"
+
+
 class SpaceError(UserError):
     """A file system is, or would be, full."""
 

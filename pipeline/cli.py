@@ -16,6 +16,7 @@ COMMANDS = {
     "verify": ("dsv2mk.artifacts.commands", "Check an artifact against its hashes."),
     "inspect": ("dsv2mk.artifacts.commands", "Show what an artifact holds."),
     "diff": ("dsv2mk.artifacts.commands", "Compare two artifacts."),
+    "cubin": ("dsv2mk.pipeline.cubin", "Compile the kernel; needs no GPU."),
     "generate": ("dsv2mk.runner.commands", "Decode greedily from an artifact."),
 }
 

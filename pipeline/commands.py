@@ -11,7 +11,8 @@ import click
 from dsv2mk.artifacts.console import Report, reporting, size_text, table_text
 from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.errors import InputError, UsageError
-from dsv2mk.manifests.geometry import preset_config, preset_names
+from dsv2mk.manifests.geometry import preset_names
+from dsv2mk.pipeline.configs import named_config
 
 if TYPE_CHECKING:
     from dsv2mk.pipeline.plan import Plan
@@ -57,12 +58,7 @@ def synth(
     """Make a random checkpoint in exact Hugging Face form in the new folder OUT."""
     from dsv2mk.pipeline.synth import synth as make
 
-    config = _config(geometry)
-    if layers is not None:
-        config["num_hidden_layers"] = layers
-        dense = config.get("first_k_dense_replace")
-        if isinstance(dense, int):
-            config["first_k_dense_replace"] = min(dense, layers)
+    config = named_config(geometry, layers)
     started = time.perf_counter()
     size = make(out, config, seed=seed, dtype=dtype, max_shard_size=max_shard_size)
     data = {"path": str(out), "bytes": size, "seconds": time.perf_counter() - started}
@@ -169,18 +165,6 @@ def _workers() -> int:
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(cpus or 1, 8)
-
-
-def _config(geometry: str) -> dict[str, Any]:
-    path = Path(geometry)
-    if not geometry or geometry in preset_names() or not path.exists():
-        return preset_config(geometry)
-    try:
-        return parse_object(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{path} is {error}") from None
 
 
 def _open(snapshot: str | None, revision: str | None) -> "Snapshot":

@@ -30,20 +30,31 @@ _PIECE = 1 << 24
 class ReferenceDecoder:
     """Decodes one sequence, position by position."""
 
-    def __init__(self, artifact: Artifact, cache_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        cache_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.geometry = artifact.manifest.geometry
         self._layouts = artifact.layouts
         self._topology = artifact.manifest.topology
         self._ranks = [
             {
-                name: as_torch(artifact.map_tensor(layout.rank, name), spec)
+                name: as_torch(artifact.map_tensor(layout.rank, name), spec).to(device)
                 for name, spec in layout.tensors.items()
             }
             for layout in artifact.layouts
         ]
-        self._angles = torch.tensor(self.geometry.inverse_frequencies(), dtype=torch.float64)
+        self._angles = torch.tensor(self.geometry.inverse_frequencies(), dtype=torch.float64, device=device)
         self._cache: list[list[Tensor]] = [[] for _ in range(self.geometry.num_hidden_layers)]
         self._cache_dtype = cache_dtype
+        #: (layer, phase) -> what rank 0 leaves after the phase, of the last step; None: not wanted.
+        self.trace: dict[tuple[int, str], Tensor] | None = None
+
+    def _note(self, layer: int, phase: str, value: Tensor) -> None:
+        if self.trace is not None and (layer, phase) not in self.trace:
+            self.trace[layer, phase] = value.float()
 
     @property
     def position(self) -> int:
@@ -61,6 +72,8 @@ class ReferenceDecoder:
         if self.position >= g.max_position_embeddings:
             raise UsageError("context is full", expected=f"at most {g.max_position_embeddings}")
         turn = self.position * self._angles
+        if self.trace is not None:
+            self.trace.clear()
         h_H = self._ranks[0]["embed"][token].float()
         for layer in range(g.num_hidden_layers):
             h_H = h_H + self._attention(layer, h_H, turn)
@@ -79,6 +92,7 @@ class ReferenceDecoder:
         g, shared = self.geometry, self._ranks[0]
         x_H = _rms_norm(h_H, shared["attn_norm"][layer], g.rms_norm_eps)
         a = _matvec(shared["qkv_a"][layer], x_H).float()
+        self._note(layer, "qkv", a)
         q_in, kv_C, k_R = torch.split(a, [g.q_lora_rank or 0, g.kv_lora_rank, g.qk_rope_head_dim])
         if g.q_lora_rank is None:
             q_in = x_H
@@ -94,14 +108,19 @@ class ReferenceDecoder:
         for weights in self._ranks:
             q_b = weights["q_b"][layer]
             q_h = _matvec(q_b.flatten(0, 1), q_in).float().view(len(q_b), -1)
+            self._note(layer, "q", q_h)
             q_hN, q_hR = torch.split(q_h, [g.qk_nope_head_dim, g.qk_rope_head_dim], dim=1)
             q_hR = self._rotate(q_hR, turn)
             q_hC = (weights["w_uk"][layer].double() @ q_hN.double()[:, :, None]).squeeze(2).float()
+            self._note(layer, "q_lat", q_hC)
             scores_hT = q_hC.double() @ cache_TC.T + q_hR.double() @ cache_TR.T
             p_hT = (scores_hT * g.softmax_scale).softmax(dim=1).float()
             out_hC = (p_hT.double() @ cache_TC).float()
+            self._note(layer, "latent", out_hC)
             out_hV = (weights["w_uv"][layer].double() @ out_hC.double()[:, :, None]).float()
             partials.append(_matvec(weights["o"][layer], out_hV.flatten()))
+            self._note(layer, "value", out_hV.squeeze(2))
+            self._note(layer, "o", partials[-1])
         return _all_reduce(partials)
 
     def _rotate(self, x: Tensor, turn: Tensor) -> Tensor:
@@ -121,7 +140,11 @@ class ReferenceDecoder:
         else:
             router = shared["router"][layer - g.first_k_dense_replace]
             active = {}
-            for expert, weight in self._route(_matvec(router, x_H).float()):
+            scores = _matvec(router, x_H).float()
+            self._note(layer, "route", scores)
+            chosen = list(self._route(scores))
+            self._note(layer, "chosen", torch.tensor(chosen).T)
+            for expert, weight in chosen:
                 first = expert * g.expert_units
                 active |= dict.fromkeys(range(first, first + g.expert_units), weight)
             active |= dict.fromkeys(range(g.routed_units, g.layer_units(layer)), 1.0)
@@ -129,15 +152,20 @@ class ReferenceDecoder:
         for rank, weights in enumerate(self._ranks):
             own = [unit for unit in sorted(active) if self._topology.unit_rank(unit) == rank]
             first = self._layouts[rank].unit_offsets[layer]
-            y_H = torch.zeros(g.hidden_size, dtype=torch.float64)
+            y_H = torch.zeros(g.hidden_size, dtype=torch.float64, device=x_H.device)
             for unit in own:
                 slot = first + self._topology.unit_slot(unit)
-                y_H += self._unit(weights, slot, x_H, active[unit])
+                act, y = self._unit(weights, slot, x_H, active[unit])
+                self._note(layer, f"act {unit}", act)
+                y_H += y
+            self._note(layer, "down", y_H)
             partials.append(y_H)
         return _all_reduce(partials)
 
-    def _unit(self, weights: dict[str, Tensor], slot: int, x_H: Tensor, weight: float) -> Tensor:
-        """down @ (silu(gate @ x) * (up @ x) * weight) of one unit; [H] float64."""
+    def _unit(
+        self, weights: dict[str, Tensor], slot: int, x_H: Tensor, weight: float
+    ) -> tuple[Tensor, Tensor]:
+        """act = silu(gate @ x) * (up @ x) * weight [128], down @ act [H] float64, of one unit."""
         hidden = self.geometry.hidden_size
         scale = weights["ffn_gate_up_scale"][slot].repeat_interleave(BLOCK, 1)[:, :hidden]
         gate_up = weights["ffn_gate_up"][slot].float() * scale  # [128, 2, H]
@@ -145,7 +173,7 @@ class ReferenceDecoder:
         act = torch.nn.functional.silu(gate) * up * weight
         scale = weights["ffn_down_scale"][slot].repeat_interleave(BLOCK)[:hidden]
         down = weights["ffn_down"][slot].float() * scale[:, None]  # [H, 128]
-        return down.double() @ act.double()
+        return act, down.double() @ act.double()
 
     def _route(self, logits: Tensor) -> Iterator[tuple[int, float]]:
         """(expert, weight) of the chosen experts; of equal scores the lower index wins.
@@ -156,7 +184,7 @@ class ReferenceDecoder:
         scores = logits.softmax(0)
         by_group = scores.view(g.n_group, g.experts_per_group)
         groups = by_group.amax(1).sort(descending=True, stable=True).indices[: g.topk_group]
-        allowed = torch.zeros(g.n_group, 1, dtype=torch.bool)
+        allowed = torch.zeros(g.n_group, 1, dtype=torch.bool, device=logits.device)
         allowed[groups] = True
         ordered = by_group.where(allowed, 0.0).flatten().sort(descending=True, stable=True)
         for rank in range(g.num_experts_per_tok):

@@ -1,0 +1,427 @@
+"""MLA over the compressed cache, with W_UK and W_UV absorbed. Shapes for one rank's h heads.
+
+| phase | reads | computes | leaves |
+|---|---|---|---|
+| project | qkv [q_lora+C+R] | q = q_b @ norm(q_a) | q [h, N+R] |
+| append (scout) | qkv | norm(kv_c), rope(k_pe), bf16 | the token's cache row [C+R] |
+| absorb | q [h, :N] | q_lat[h] = W_UK[h] @ q[h, :N] | q_lat [h, C] |
+| attend | q_lat, q [h, N:], cache [T, C+R] | scores, softmax, sum: of a run of tokens | partial [16, C], (m, l) |
+| merge, value | partials | latent = sum_s 2^(m_s - m) o_s / l; value[h] = W_UV[h] @ latent[h] | value [h, V] |
+
+Attend: a CTA takes one tile of 16 heads and one run of tokens (`kv_run`), in passes of 64 tokens,
+eight KV chunks of eight. Scores are log2-scaled. fp32 queries and probabilities are split into two
+bf16 (a = hi + lo, relative error 2^-17) and multiplied on the tensor cores, so that the cache, bf16
+in memory, is the only rounding. Warps: for scores, warp w takes chunk w % 8 and every second
+k-step; for the softmax, head w; for the sums, columns [32 w, 32 w + 32).
+
+The rows of a chunk past the live length are never read from memory: they are zeroed in the slot,
+and their scores are masked.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Float64, Int32, Int64, const_expr
+
+from dsv2mk.kernel import ptx
+from dsv2mk.kernel.env import Env, where
+from dsv2mk.kernel.gemv import (
+    CONSUMER_THREADS,
+    consume,
+    load_gamma,
+    load_pairs,
+    load_vectors,
+    norm,
+    place,
+    reduce_lanes,
+)
+from dsv2mk.kernel.hops import appended, poll, signal, sync, target_of
+from dsv2mk.kernel.plan import KV_CHUNK, KV_CHUNKS, MAX_CTAS, TILE, lanes_of, vector_bytes
+from dsv2mk.kernel.stream import land, release, run_of
+from dsv2mk.manifests.geometry import LATENT_NORM_EPS
+
+_PASS = KV_CHUNK * KV_CHUNKS
+
+
+# ---- RoPE ----
+
+
+@cute.jit
+def store_turns(env: Env):
+    """At launch: the turns a position of each pair, fp64."""
+    for pair, frequency in enumerate(env.plan.geometry.inverse_frequencies()):
+        if env.thread == pair:
+            ptx.sts_f64(env.at("turns") + pair * 8, frequency / (2 * math.pi))
+
+
+@cute.jit
+def store_position(env: Env, position):
+    """At each token: (cos, sin) of each pair's angle, and the CTA's run of the cache.
+
+    Turns are reduced in fp64.
+    """
+    g = env.plan.geometry
+    if env.thread == CONSUMER_THREADS - 1:
+        ptx.sts(env.at("position"), position)
+        ptx.sts4(env.at("kv_run"), *kv_run(env, position))
+    if env.thread < g.qk_rope_head_dim // 2:
+        turns = ptx.lds_f64(env.at("turns") + env.thread * 8) * position.to(Float64)
+        angle = ptx.turn_fraction(turns) * Float32(2 * math.pi)
+        magnitude = Float32(g.rope_magnitude)
+        at = env.at("rope") + env.thread * 8
+        ptx.sts2_f32(at, ptx.cos(angle) * magnitude, ptx.sin(angle) * magnitude)
+
+
+def rotate(env: Env, pair, a, b):
+    """Turn the adjacent values (a, b) of a pair by its angle."""
+    at = env.at("rope") + pair * 8
+    cos, sin = ptx.lds_f32(at), ptx.lds_f32(at + 4)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+# ---- projections ----
+
+
+@cute.jit
+def project(env: Env, chunk, x_from: cutlass.Constexpr, layer):
+    """q of all heads. x_from: `latent` (norm the query latent first) or `hidden` (x is there)."""
+    g = env.plan.geometry
+    x, out = env.at("x"), env.exchange("q", layer)
+    if const_expr(x_from == "latent"):
+        gamma = load_gamma(env, env.layer_weight("q_a_norm", layer), g.q_lora_rank)
+        values = load_pairs(env, env.exchange("qkv", layer), g.q_lora_rank)
+        norm(env, x, values, gamma, g.q_lora_rank, LATENT_NORM_EPS)
+
+    def emit(row, value):
+        ptx.stg_f32(out + Int64(row) * 4, value)
+
+    return consume(env, chunk, "q_b", lambda row: x, emit, layer)
+
+
+@cute.jit
+def absorb(env: Env, chunk, layer):
+    """q_lat of the heads whose W_UK rows the CTA owns."""
+    g, plan = env.plan.geometry, env.plan
+    first, last = run_of(env, "w_uk")
+    head = first * plan.w_uk.chunk_rows // g.kv_lora_rank
+    end = (last * plan.w_uk.chunk_rows + g.kv_lora_rank - 1) // g.kv_lora_rank
+    x, out = env.at("x"), env.exchange("q_lat", layer)
+    stride = g.qk_head_dim * 4
+    source = env.exchange("q", layer) + Int64(head) * stride
+    load_vectors(env, x, source, stride, cutlass.max(end - head, 0), g.qk_nope_head_dim)
+
+    def x_of(row):
+        return x + (row // g.kv_lora_rank - head) * vector_bytes(g.qk_nope_head_dim)
+
+    def emit(row, value):
+        ptx.stg_f32(out + Int64(row) * 4, value)
+
+    return consume(env, chunk, "w_uk", x_of, emit, layer)
+
+
+# ---- the cache ----
+
+
+def cache_row(env: Env, layer, token):
+    """Address of a token's row of a layer's cache."""
+    index = Int64(layer) * env.param("cache_tokens") + Int64(token)
+    return env.param("cache") + index * (2 * env.plan.cache_row)
+
+
+@cute.jit
+def append(env: Env, n, layer, position):
+    """The last CTA's scout: put the token's row into the cache, and say so with a hop's arrival."""
+    g = env.plan.geometry
+    rank = g.kv_lora_rank
+    turns = -(-rank // 64)
+    if env.lane == 0:
+        poll(env, "qkv", target_of(env, "qkv", n), where("qkv", layer))
+    ptx.sync_warp()
+    source = env.exchange("qkv", layer) + (g.qkv_a_rows - g.cache_width) * 4
+    gamma = env.layer_weight("kv_a_norm", layer)
+    row = cache_row(env, layer, position)
+    values = [Float32(0.0) for _ in range(2 * turns)]
+    square = Float32(0.0)
+    for turn in cutlass.range_constexpr(turns):
+        element = 2 * (env.lane + 32 * turn)
+        if element < rank:
+            values[2 * turn], values[2 * turn + 1] = ptx.ld2_f32(source + Int64(element) * 4)
+        square = ptx.fma(values[2 * turn], values[2 * turn], square)
+        square = ptx.fma(values[2 * turn + 1], values[2 * turn + 1], square)
+    square = reduce_lanes(square, 32)
+    scale = ptx.rsqrt(ptx.fma(square, Float32(1.0 / rank), Float32(LATENT_NORM_EPS)))
+    for turn in cutlass.range_constexpr(turns):
+        element = 2 * (env.lane + 32 * turn)
+        if element < rank:
+            word = ptx.ldg(gamma + Int64(element) * 2)
+            a = values[2 * turn] * scale * ptx.bf16_low(word)
+            b = values[2 * turn + 1] * scale * ptx.bf16_high(word)
+            ptx.stg(row + Int64(element) * 2, ptx.pack_bf16(a, b))
+    if env.lane < g.qk_rope_head_dim // 2:
+        a, b = ptx.ld2_f32(source + Int64(rank + 2 * env.lane) * 4)
+        a, b = rotate(env, env.lane, a, b)
+        ptx.stg(row + Int64(rank + 2 * env.lane) * 2, ptx.pack_bf16(a, b))
+    ptx.fence_async()
+    ptx.sync_warp()
+    if env.lane == 0:
+        signal(env, appended(env))
+
+
+@cute.jit
+def kv_run(env: Env, position):
+    """(tile, first token, end token, runs) of the CTA: its heads, its run of the live tokens.
+
+    The live tokens are cut into runs of at least one pass, at most one a CTA of the tile.
+    """
+    tiles = env.plan.tiles
+    live = position + 1
+    runs = cutlass.min(env.ctas // tiles, (live + _PASS - 1) // _PASS)
+    each = ((live + runs - 1) // runs + KV_CHUNK - 1) // KV_CHUNK * KV_CHUNK
+    runs = (live + each - 1) // each
+    first = cutlass.min(env.cta // tiles * each, live)
+    return env.cta % tiles, first, cutlass.min(first + each, live), runs
+
+
+# ---- attend ----
+
+
+@cute.jit
+def _store_split(hi, lo, a, b):
+    """Store a pair of fp32 as two pairs of bf16 whose sum it is."""
+    word = ptx.pack_bf16(a, b)
+    ptx.sts(hi, word)
+    ptx.sts(lo, ptx.pack_bf16(a - ptx.bf16_low(word), b - ptx.bf16_high(word)))
+
+
+@cute.jit
+def _load_queries(env: Env, tile, hi, lo, layer):
+    """Queries of the tile, log2-scaled, as [16, cache_row] bf16 twice; zeros past the last head."""
+    g, plan = env.plan.geometry, env.plan
+    scale = Float32(g.softmax_scale * math.log2(math.e))
+    row_bytes = plan.cache_row * 2
+    fours = g.kv_lora_rank // 4
+    for index in cutlass.range(env.thread, TILE * fours, CONSUMER_THREADS, unroll=4):
+        row, element = index // fours, index % fours * 4
+        head = tile * TILE + row
+        at = row * row_bytes + element * 2
+        a, b, c, d = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+        if head < plan.heads:
+            source = env.exchange("q_lat", layer) + Int64(head * g.kv_lora_rank + element) * 4
+            a, b, c, d = ptx.ld4_f32(source)
+        _store_split(hi + at, lo + at, a * scale, b * scale)
+        _store_split(hi + at + 4, lo + at + 4, c * scale, d * scale)
+    pairs = g.qk_rope_head_dim // 2
+    for index in cutlass.range(env.thread, TILE * pairs, CONSUMER_THREADS, unroll=1):
+        row, pair = index // pairs, index % pairs
+        head = tile * TILE + row
+        at = row * row_bytes + (g.kv_lora_rank + 2 * pair) * 2
+        a, b = Float32(0.0), Float32(0.0)
+        if head < plan.heads:
+            element = head * g.qk_head_dim + g.qk_nope_head_dim + 2 * pair
+            a, b = ptx.ld2_f32(env.exchange("q", layer) + Int64(element) * 4)
+            a, b = rotate(env, pair, a, b)
+        _store_split(hi + at, lo + at, a * scale, b * scale)
+    sync(env)
+
+
+@cute.jit
+def _scores(env: Env, data, hi, lo, out, half):
+    """Scores [16, 8] of one chunk over every second k-step, to `out` with rows of score_row."""
+    plan = env.plan
+    row_bytes = plan.cache_row * 2
+    steps = plan.geometry.cache_width // 16
+    a_at = (env.lane % 16) * row_bytes + env.lane // 16 * 16
+    b_at = data + env.lane // 4 * row_bytes + env.lane % 4 * 4
+    high = [Float32(0.0) for _ in range(4)]
+    low = [Float32(0.0) for _ in range(4)]
+    for turn in cutlass.range_constexpr(steps // 2):
+        at = (2 * turn + half) * 32
+        b0, b1 = ptx.lds(b_at + at), ptx.lds(b_at + at + 16)
+        high = ptx.mma_k16(high, ptx.ldmatrix(hi + a_at + at), b0, b1)
+        low = ptx.mma_k16(low, ptx.ldmatrix(lo + a_at + at), b0, b1)
+    if const_expr(steps % 2 == 1):
+        if half == 0:
+            at = Int32((steps - 1) * 32)
+            b0, b1 = ptx.lds(b_at + at), ptx.lds(b_at + at + 16)
+            high = ptx.mma_k16(high, ptx.ldmatrix(hi + a_at + at), b0, b1)
+            low = ptx.mma_k16(low, ptx.ldmatrix(lo + a_at + at), b0, b1)
+    at = out + (env.lane // 4 * plan.score_row + env.lane % 4 * 2) * 4
+    ptx.sts2_f32(at, high[0] + low[0], high[1] + low[1])
+    ptx.sts2_f32(at + 8 * plan.score_row * 4, high[2] + low[2], high[3] + low[3])
+
+
+@cute.jit
+def _zero_rows(env: Env, data, rows):
+    """Zero the rows of a chunk that are not live, by one warp."""
+    row_bytes = env.plan.cache_row * 2
+    for at in cutlass.range(
+        rows * row_bytes + env.lane * 16, KV_CHUNK * row_bytes, 32 * 16, unroll=1
+    ):
+        ptx.sts4(data + at, Int32(0), Int32(0), Int32(0), Int32(0))
+
+
+@cute.jit
+def attend(env: Env, chunk, layer):
+    """The CTA's run of tokens for its tile of heads; the number of the chunk after it."""
+    g, plan = env.plan.geometry, env.plan
+    tile, first, end, _ = ptx.lds4(env.at("kv_run"))
+    chunks = (end - first + KV_CHUNK - 1) // KV_CHUNK
+    hi = env.at("x")
+    lo = hi + TILE * plan.cache_row * 2
+    scores = lo + TILE * plan.cache_row * 2
+    p_hi = scores + 2 * TILE * plan.score_row * 4
+    p_lo = p_hi + TILE * plan.p_row * 2
+    corrections = env.at("correction")
+    if chunks > 0:
+        _load_queries(env, tile, hi, lo, layer)
+        highest, total = Float32(-math.inf), Float32(0.0)
+        sums = [Float32(0.0) for _ in range(16)]
+        part, half = env.warp % KV_CHUNKS, env.warp // KV_CHUNKS
+        for done in cutlass.range(0, chunks, KV_CHUNKS, unroll=1):
+            count = cutlass.min(chunks - done, KV_CHUNKS)
+            if part < count:
+                data = land(env, chunk + done + part, layer)
+                rows = end - first - (done + part) * KV_CHUNK
+                if half == 0 and rows < KV_CHUNK:
+                    _zero_rows(env, data, rows)
+                out = scores + half * (TILE * plan.score_row * 4) + part * (KV_CHUNK * 4)
+                _scores(env, data, hi, lo, out, half)
+            sync(env)
+
+            # Softmax of head `warp`; a lane has two tokens.
+            at = scores + env.warp * (plan.score_row * 4) + env.lane * 8
+            a, b = ptx.lds_f32(at), ptx.lds_f32(at + 4)
+            at = at + TILE * plan.score_row * 4
+            a, b = a + ptx.lds_f32(at), b + ptx.lds_f32(at + 4)
+            left = end - first - done * KV_CHUNK - 2 * env.lane
+            if left < 1:
+                a = Float32(-math.inf)
+            if left < 2:
+                b = Float32(-math.inf)
+            top = ptx.maximum(a, b)
+            for mask in (16, 8, 4, 2, 1):
+                top = ptx.maximum(top, ptx.shuffle_xor(top, mask))
+            top = ptx.maximum(top, highest)
+            correction = ptx.exp2(highest - top)
+            a, b = ptx.exp2(a - top), ptx.exp2(b - top)
+            total = total * correction + reduce_lanes(a + b, 32)
+            highest = top
+            at = env.warp * (plan.p_row * 2) + env.lane * 4
+            _store_split(p_hi + at, p_lo + at, a, b)
+            if env.lane == 0:
+                ptx.sts_f32(corrections + env.warp * 4, correction)
+            sync(env)
+
+            if env.warp * 32 < g.kv_lora_rank:
+                row = env.lane // 4
+                upper = ptx.lds_f32(corrections + row * 4)
+                lower = ptx.lds_f32(corrections + row * 4 + 32)
+                for tile_n in cutlass.range_constexpr(4):
+                    sums[4 * tile_n] = sums[4 * tile_n] * upper
+                    sums[4 * tile_n + 1] = sums[4 * tile_n + 1] * upper
+                    sums[4 * tile_n + 2] = sums[4 * tile_n + 2] * lower
+                    sums[4 * tile_n + 3] = sums[4 * tile_n + 3] * lower
+                for step in cutlass.range(count, unroll=1):
+                    data = land(env, chunk + done + step, layer)
+                    at = row * (plan.p_row * 2) + step * (KV_CHUNK * 2) + env.lane % 4 * 4
+                    below = at + 8 * plan.p_row * 2
+                    hi0, hi1 = ptx.lds(p_hi + at), ptx.lds(p_hi + below)
+                    lo0, lo1 = ptx.lds(p_lo + at), ptx.lds(p_lo + below)
+                    column = env.warp * 32 + env.lane // 8 * 8
+                    v = ptx.ldmatrix_transposed(
+                        data + env.lane % 8 * (plan.cache_row * 2) + column * 2
+                    )
+                    for tile_n in cutlass.range_constexpr(4):
+                        c = sums[4 * tile_n : 4 * tile_n + 4]
+                        c = ptx.mma_k8(c, hi0, hi1, v[tile_n])
+                        c = ptx.mma_k8(c, lo0, lo1, v[tile_n])
+                        for i in cutlass.range_constexpr(4):
+                            sums[4 * tile_n + i] = c[i]
+            sync(env)
+            if env.warp < count:
+                ptx.fence_async()  # zeroed rows come before the next copy into the slot
+                release(env, chunk + done + env.warp)
+
+        item = Int64(env.cta) * TILE
+        if env.lane == 0:
+            ml = env.exchange("partial_ml", layer) + (item + Int64(env.warp)) * 8
+            ptx.stg2_f32(ml, highest, total)
+        if env.warp * 32 < g.kv_lora_rank:
+            out = env.exchange("partial", layer) + item * (g.kv_lora_rank * 4)
+            for tile_n in cutlass.range_constexpr(4):
+                column = env.warp * 32 + tile_n * 8 + env.lane % 4 * 2
+                at = out + Int64(env.lane // 4 * g.kv_lora_rank + column) * 4
+                ptx.stg2_f32(at, sums[4 * tile_n], sums[4 * tile_n + 1])
+                at = at + 8 * g.kv_lora_rank * 4
+                ptx.stg2_f32(at, sums[4 * tile_n + 2], sums[4 * tile_n + 3])
+    return chunk + chunks
+
+
+# ---- merge and W_UV ----
+
+
+@cute.jit
+def merge_value(env: Env, chunk, layer):
+    """Merge the runs of the CTA's heads, and its rows of W_UV; the number of the chunk after it."""
+    g, plan = env.plan.geometry, env.plan
+    width = g.kv_lora_rank
+    first, last = run_of(env, "w_uv")
+    head = first * plan.w_uv.chunk_rows // g.v_head_dim
+    heads = (last * plan.w_uv.chunk_rows + g.v_head_dim - 1) // g.v_head_dim - head
+    runs = ptx.lds(env.at("kv_run") + 12)
+    x = env.at("x")
+    weights = x + heads * vector_bytes(width)
+    if first < last:
+        if env.warp < heads:
+            _merge_weights(env, head + env.warp, runs, weights + env.warp * (MAX_CTAS * 4), layer)
+    else:
+        heads = Int32(0)
+    sync(env)
+    for index in cutlass.range(env.thread, heads * width, CONSUMER_THREADS, unroll=1):
+        own, column = index // width, index % width
+        tile, row = (head + own) // TILE, (head + own) % TILE
+        source = env.exchange("partial", layer) + Int64((tile * TILE + row) * width + column) * 4
+        latent = Float32(0.0)
+        for run in cutlass.range(runs, unroll=4):
+            value = ptx.ld_f32(source + Int64(run) * (plan.tiles * TILE * width * 4))
+            weight = ptx.lds_f32(weights + own * (MAX_CTAS * 4) + run * 4)
+            latent = ptx.fma(value, weight, latent)
+        ptx.sts_f32(x + own * vector_bytes(width) + place(column, lanes_of(width)), latent)
+        if env.param("trace") != 0:
+            at = env.exchange("latent", layer) + Int64((head + own) * width + column) * 4
+            ptx.stg_f32(at, latent)
+    sync(env)
+    out = env.exchange("value", layer)
+
+    def x_of(row):
+        return x + (row // g.v_head_dim - head) * vector_bytes(width)
+
+    def emit(row, value):
+        ptx.stg_f32(out + Int64(row) * 4, value)
+
+    return consume(env, chunk, "w_uv", x_of, emit, layer)
+
+
+@cute.jit
+def _merge_weights(env: Env, head, runs, out, layer):
+    """2^(m_s - m) / l of each run s of a head, by one warp."""
+    source = env.exchange("partial_ml", layer) + Int64(head) * 8
+    stride = env.plan.tiles * TILE * 8
+    highest = Float32(-math.inf)
+    for run in cutlass.range(env.lane, runs, 32, unroll=1):
+        highest = ptx.maximum(highest, ptx.ld_f32(source + Int64(run) * stride))
+    for mask in (16, 8, 4, 2, 1):
+        highest = ptx.maximum(highest, ptx.shuffle_xor(highest, mask))
+    total = Float32(0.0)
+    for run in cutlass.range(env.lane, runs, 32, unroll=1):
+        m, length = ptx.ld2_f32(source + Int64(run) * stride)
+        weight = ptx.exp2(m - highest)
+        total = ptx.fma(weight, length, total)
+        ptx.sts_f32(out + run * 4, weight)
+    total = reduce_lanes(total, 32)
+    ptx.sync_warp()
+    for run in cutlass.range(env.lane, runs, 32, unroll=1):
+        ptx.sts_f32(out + run * 4, ptx.divide(ptx.lds_f32(out + run * 4), total))
+
+

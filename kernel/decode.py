@@ -1,0 +1,405 @@
+"""The kernel: three roles, and the order of phases in each. docs/walkthrough.md follows one token.
+
+A CTA has 16 consumer warps, one producer warp (the weight stream) and one scout warp (routing, cache
+append). The layer loop of the consumers and that of the producer are written side by side below:
+they must meet the same chunks in the same order.
+
+The residual stream h [H] lives in the consumers' registers, the same in every CTA: each hop that
+ends a block of a layer hands all CTAs all ranks' shares, and each adds them in rank order.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from dsv2mk.kernel import attention, ffn, head, ptx, router, stream
+from dsv2mk.kernel.env import Env, where
+from dsv2mk.kernel.gemv import consume, load_gamma, load_pairs, load_vectors, norm, pairs_of
+from dsv2mk.kernel.hops import arrive, publish_row, sync, wait, wait_mbarrier
+from dsv2mk.kernel.parameters import PARAMETERS
+from dsv2mk.kernel.plan import (
+    CONSUMER_REGISTERS,
+    KV_CHUNK,
+    SERVICE_REGISTERS,
+    THREADS,
+    WARPS,
+    Plan,
+)
+
+#: Nanoseconds that a launch which gave up waits for copies that are on their way.
+_DRAIN = 1_000_000
+
+
+@cute.jit
+def decode(env: Env):
+    """One launch: `steps` tokens."""
+    if env.thread == 0:
+        for slot in cutlass.range_constexpr(env.plan.slots):
+            ptx.mbarrier_init(env.at("full") + slot * 8, Int32(1))
+            ptx.mbarrier_init(env.at("empty") + slot * 8, Int32(1))
+        for name in ("routed", "old_kv", "new_kv"):
+            ptx.mbarrier_init(env.at(name), Int32(1))
+        ptx.sts(env.at("issued"), Int32(0))
+        ptx.sts(env.at("abort"), Int32(0))
+        ptx.mbarrier_init_fence()
+    attention.store_turns(env)
+    stream.store_runs(env)
+    ptx.barrier(0, THREADS)
+    if env.warp < WARPS:
+        ptx.more_registers(CONSUMER_REGISTERS)
+        consumers(env)
+    else:
+        ptx.fewer_registers(SERVICE_REGISTERS)
+        if env.warp == WARPS:
+            producer(env)
+        elif env.warp == WARPS + 1:
+            router.scout(env)
+
+
+# ---- consumers ----
+
+
+@cute.jit
+def consumers(env: Env):
+    """All tokens of a launch."""
+    steps, times = env.param("steps"), env.param("times")
+    leads = env.thread == 0 and env.cta == 0
+    token = ptx.ldg(env.param("tokens") + Int64(env.param("position")) * 4)
+    if leads and times != 0:
+        ptx.stg_64(times, ptx.now())
+    chunk = Int32(0)
+    step = Int32(0)
+    while step < steps:
+        chunk = _token(env, chunk, token, step)
+        winner = head.choose(env, env.param("epoch") + step)
+        following = env.param("position") + step + 1
+        if env.thread == 0:
+            if following < env.param("known"):
+                winner = ptx.ldg(env.param("tokens") + Int64(following) * 4)
+            elif env.cta == 0:
+                ptx.stg(env.param("tokens") + Int64(following) * 4, winner)
+            if ptx.lds_volatile(env.at("abort")) != 0:
+                winner = Int32(-1)
+            ptx.sts(env.at("token"), winner)
+            if env.cta == 0 and times != 0:
+                ptx.stg_64(times + Int64(step + 1) * 8, ptx.now())
+        sync(env)
+        token = ptx.lds(env.at("token"))
+        step = step + 1
+        if token < 0:
+            token = Int32(0)
+            step = steps
+
+
+@cute.jit
+def _token(env: Env, chunk, token, step):
+    """All layers and the head for one token; the number of the chunk after them."""
+    g, plan = env.plan.geometry, env.plan
+    layers, hidden = g.num_hidden_layers, g.hidden_size
+    epoch = env.param("epoch") + step
+    attention.store_position(env, env.param("position") + step)
+    h = _embed(env, token)
+    for layer in cutlass.range(layers, unroll=1):
+        n = epoch * layers + layer
+        gamma = load_gamma(env, env.layer_weight("attn_norm", layer), hidden)
+        norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
+        chunk = _gemv_to(env, chunk, "qkv_a", "qkv", layer)
+        if const_expr(g.q_lora_rank is None):
+            chunk = attention.project(env, chunk, "hidden", layer)
+        arrive(env, "qkv", layer)
+        wait(env, "qkv", n, layer)
+        if env.thread == 0:
+            ptx.mbarrier_arrive(env.at("old_kv"))
+        if const_expr(g.q_lora_rank is not None):
+            chunk = attention.project(env, chunk, "latent", layer)
+            arrive(env, "q", layer)
+            wait(env, "q", n, layer)
+            if env.thread == 0:
+                ptx.mbarrier_arrive(env.at("new_kv"))
+        chunk = attention.absorb(env, chunk, layer)
+        arrive(env, "q_lat", layer)
+        wait(env, "q_lat", n, layer)
+        if const_expr(g.q_lora_rank is None):
+            if env.thread == 0:
+                ptx.mbarrier_arrive(env.at("new_kv"))
+        chunk = attention.attend(env, chunk, layer)
+        arrive(env, "partial", layer)
+        wait(env, "partial", n, layer)
+        chunk = attention.merge_value(env, chunk, layer)
+        arrive(env, "value", layer)
+        wait(env, "value", n, layer)
+        width = plan.heads * g.v_head_dim
+        load_vectors(env, env.at("x"), env.exchange("value", layer), 0, 1, width)
+        chunk = _rows_to(env, chunk, "o", layer)
+        arrive(env, "o", layer)
+        gamma = load_gamma(env, env.layer_weight("ffn_norm", layer), hidden)
+        wait(env, "o", n, layer)
+        h = _add(env, h, "o", layer)
+
+        norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
+        units = ffn.units_of(env, layer)
+        count = units.always
+        moe = layer - g.first_k_dense_replace
+        if moe >= 0:
+            chunk = _gemv_to(env, chunk, "router", "route", layer)
+            arrive(env, "route", layer)
+        chunk = ffn.always_on(env, chunk, units, layer)
+        if moe >= 0:
+            routed = _routed(env, step * g.num_moe_layers + moe, layer)
+            chunk = ffn.routed(env, chunk, units, routed, layer)
+            count = count + routed
+        arrive(env, "act", layer)
+        wait(env, "act", n, layer)
+        chunk = ffn.down(env, chunk, units, count, layer)
+        arrive(env, "down", layer)
+        wait(env, "down", n, layer)
+        h = _add(env, h, "down", layer)
+    gamma = load_gamma(env, env.weight("final_norm"), hidden)
+    norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
+    return head.head(env, chunk)
+
+
+@cute.jit
+def _embed(env: Env, token):
+    """A thread's pairs of the token's row of embed."""
+    hidden = env.plan.geometry.hidden_size
+    words = load_gamma(env, env.weight("embed") + Int64(token) * (2 * hidden), hidden)
+    h = []
+    for word in words:
+        h += [ptx.bf16_low(word), ptx.bf16_high(word)]
+    return h
+
+
+@cute.jit
+def _add(env: Env, h, name: cutlass.Constexpr, layer):
+    """h plus all ranks' shares of a block's output, in rank order."""
+    hidden = env.plan.geometry.hidden_size
+    for rank in cutlass.range_constexpr(env.plan.ranks):
+        share = load_pairs(env, env.exchange(name, layer) + rank * hidden * 4, hidden)
+        for index in cutlass.range_constexpr(2 * pairs_of(hidden)):
+            h[index] = h[index] + share[index]
+    return h
+
+
+@cute.jit
+def _gemv_to(env: Env, chunk, matrix: cutlass.Constexpr, name: cutlass.Constexpr, layer):
+    """A matrix times x, into a hop's buffer."""
+    out = env.exchange(name, layer)
+
+    def emit(row, value):
+        ptx.stg_f32(out + Int64(row) * 4, value)
+
+    x = env.at("x")
+    return consume(env, chunk, matrix, lambda row: x, emit, layer)
+
+
+@cute.jit
+def _rows_to(env: Env, chunk, name: cutlass.Constexpr, layer):
+    """A matrix times x, as this rank's share of an all-reduce."""
+    x = env.at("x")
+
+    def emit(row, value):
+        publish_row(env, name, layer, row, value)
+
+    return consume(env, chunk, name, lambda row: x, emit, layer)
+
+
+@cute.jit
+def _routed(env: Env, n, layer):
+    """Wait for the n-th routing of the launch; how many routed units it lists."""
+    wait_mbarrier(env, env.at("routed"), n & 1, where("routed units", layer))
+    count = ptx.lds(env.at("routed_count"))
+    if ptx.lds_volatile(env.at("abort")) != 0:
+        count = Int32(0)
+    return count
+
+
+# ---- producer ----
+
+
+@cute.jit
+def producer(env: Env):
+    """The weight stream of a launch."""
+    layers = env.plan.geometry.num_hidden_layers
+    policy = ptx.stream_policy()
+    chunk = Int32(0)
+    steps = env.param("steps")
+    for step in cutlass.range(steps, unroll=1):
+        position = env.param("position") + step
+        if ptx.lds_volatile(env.at("abort")) == 0:
+            for layer in cutlass.range(layers, unroll=1):
+                chunk = _push_layer(env, policy, chunk, step, layer, position)
+            at = Int32(layers)
+            base = env.weight("lm_head")
+            chunk = stream.push_matrix(env, policy, chunk, base, "lm_head", at)
+    if ptx.lds_volatile(env.at("abort")) != 0:
+        started = ptx.now()
+        while ptx.now() - started < _DRAIN:
+            ptx.sync_warp()
+
+
+@cute.jit
+def _push_layer(env: Env, policy, chunk, step, layer, position):
+    g = env.plan.geometry
+    n = step * g.num_hidden_layers + layer
+    for name in ("qkv_a", "q_b", "w_uk"):
+        chunk = _push(env, policy, chunk, name, layer, layer)
+    wait_mbarrier(env, env.at("old_kv"), n & 1, where("kv stream", layer))
+    chunk = _push_cache(env, policy, chunk, n, layer, position)
+    for name in ("w_uv", "o"):
+        chunk = _push(env, policy, chunk, name, layer, layer)
+    units = ffn.units_of(env, layer)
+    count = units.always
+    moe = layer - g.first_k_dense_replace
+    if moe >= 0:
+        chunk = _push(env, policy, chunk, "router", moe, layer)
+    matrix = env.plan.gate_up
+    first, last = stream.deal(env, units.always * matrix.chunks)
+    for index in cutlass.range(first, last, unroll=1):
+        at = chunk + index - first
+        slot = units.slot + index // matrix.chunks
+        ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, layer)
+    chunk = chunk + last - first
+    if moe >= 0:
+        routed = _routed(env, step * g.num_moe_layers + moe, layer)
+        first, last = stream.deal(env, routed * matrix.chunks)
+        for index in cutlass.range(first, last, unroll=1):
+            at = chunk + index - first
+            slot = ptx.lds(env.at("unit") + index // matrix.chunks * 4)
+            ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, layer)
+        chunk = chunk + last - first
+        count = count + routed
+    return ffn.push_down(env, policy, chunk, units, count, layer)
+
+
+@cute.jit
+def _push(env: Env, policy, chunk, name: cutlass.Constexpr, index, layer):
+    base = env.layer_weight(name, index)
+    return stream.push_matrix(env, policy, chunk, base, name, layer)
+
+
+@cute.jit
+def _push_cache(env: Env, policy, chunk, n, layer, position):
+    """The CTA's run of the cache, once it is written: its last row by this token's append."""
+    row_bytes = env.plan.cache_row * 2
+    _, first, end, _ = attention.kv_run(env, position)
+    if end > position:
+        wait_mbarrier(env, env.at("new_kv"), n & 1, where("kv stream", layer))
+    ptx.fence_async()
+    window = max(2, round(40 * 1024 / (KV_CHUNK * row_bytes)))
+    at = chunk
+    for token in cutlass.range(first, end, KV_CHUNK, unroll=1):
+        count = cutlass.min(end - token, KV_CHUNK) * row_bytes
+        source = attention.cache_row(env, layer, token)
+        stream.push(env, policy, at, source, count, window, layer)
+        at = at + 1
+    return at
+
+
+# ---- entry ----
+
+
+def make_host(plan: Plan, name: str):
+    """The function that `cute.compile` takes: the kernel's parameters, then the number of CTAs."""
+
+    @cute.kernel
+    def kernel(
+        replicated: Int64,
+        partitioned: Int64,
+        gate_up: Int64,
+        gate_up_scale: Int64,
+        down: Int64,
+        down_scale: Int64,
+        cache: Int64,
+        workspace: Int64,
+        peers: Int64,
+        tokens: Int64,
+        logits: Int64,
+        status: Int64,
+        times: Int64,
+        marks: Int64,
+        cache_tokens: Int64,
+        trace: Int64,
+        timeout: Int64,
+        rank: Int32,
+        position: Int32,
+        steps: Int32,
+        known: Int32,
+        epoch: Int32,
+    ):
+        given = locals()
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        env = Env(
+            plan=plan,
+            params={name: given[name] for name, _ in PARAMETERS},
+            smem=cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024).toint(),
+            thread=thread,
+            lane=thread % 32,
+            warp=cute.arch.make_warp_uniform(thread // 32),
+            cta=cta,
+            ctas=ctas,
+        )
+        decode(env)
+
+    kernel.set_name_prefix(name, remove_cutlass_symbol=True)
+
+    @cute.jit
+    def host(
+        replicated: Int64,
+        partitioned: Int64,
+        gate_up: Int64,
+        gate_up_scale: Int64,
+        down: Int64,
+        down_scale: Int64,
+        cache: Int64,
+        workspace: Int64,
+        peers: Int64,
+        tokens: Int64,
+        logits: Int64,
+        status: Int64,
+        times: Int64,
+        marks: Int64,
+        cache_tokens: Int64,
+        trace: Int64,
+        timeout: Int64,
+        rank: Int32,
+        position: Int32,
+        steps: Int32,
+        known: Int32,
+        epoch: Int32,
+        ctas: Int32,
+    ):
+        kernel(
+            replicated,
+            partitioned,
+            gate_up,
+            gate_up_scale,
+            down,
+            down_scale,
+            cache,
+            workspace,
+            peers,
+            tokens,
+            logits,
+            status,
+            times,
+            marks,
+            cache_tokens,
+            trace,
+            timeout,
+            rank,
+            position,
+            steps,
+            known,
+            epoch,
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            smem=plan.smem_bytes,
+            cooperative=True,
+            min_blocks_per_mp=1,
+        )
+
+    return host
