@@ -37,11 +37,13 @@ from dsv2mk.kernel.gemv import (
     reduce_lanes,
 )
 from dsv2mk.kernel.hops import appended, poll, signal, sync, target_of
-from dsv2mk.kernel.plan import KV_CHUNK, KV_CHUNKS, MAX_CTAS, TILE, lanes_of, vector_bytes
-from dsv2mk.kernel.stream import land, release, run_of
+from dsv2mk.kernel.plan import KV_CHUNK, KV_CHUNKS, TILE, lanes_of, vector_bytes
+from dsv2mk.kernel.stream import land, release, run_of, slot_address
 from dsv2mk.manifests.geometry import LATENT_NORM_EPS
 
 _PASS = KV_CHUNK * KV_CHUNKS
+#: Runs whose partial results a thread fetches at a time.
+_MERGED = 8
 
 
 # ---- RoPE ----
@@ -61,6 +63,7 @@ def store_position(env: Env, position):
 
     Turns are reduced in fp64.
     """
+    env = env.again()
     g = env.plan.geometry
     if env.thread == CONSUMER_THREADS - 1:
         ptx.sts(env.at("position"), position)
@@ -102,6 +105,7 @@ def project(env: Env, chunk, x_from: cutlass.Constexpr, layer):
 @cute.jit
 def absorb(env: Env, chunk, layer):
     """q_lat of the heads whose W_UK rows the CTA owns."""
+    env = env.again()
     g, plan = env.plan.geometry, env.plan
     first, last = run_of(env, "w_uk")
     head = first * plan.w_uk.chunk_rows // g.kv_lora_rank
@@ -201,6 +205,13 @@ def _load_queries(env: Env, tile, hi, lo, layer):
     scale = Float32(g.softmax_scale * math.log2(math.e))
     row_bytes = plan.cache_row * 2
     fours = g.kv_lora_rank // 4
+    pairs = g.qk_rope_head_dim // 2
+    turning = [Float32(0.0), Float32(0.0)]  # loaded here, so that one latency covers all loads
+    if env.thread < TILE * pairs:
+        head = tile * TILE + env.thread // pairs
+        if head < plan.heads:
+            element = head * g.qk_head_dim + g.qk_nope_head_dim + 2 * (env.thread % pairs)
+            turning = ptx.ld2_f32(env.exchange("q", layer) + Int64(element) * 4)
     for index in cutlass.range(env.thread, TILE * fours, CONSUMER_THREADS, unroll=4):
         row, element = index // fours, index % fours * 4
         head = tile * TILE + row
@@ -211,16 +222,10 @@ def _load_queries(env: Env, tile, hi, lo, layer):
             a, b, c, d = ptx.ld4_f32(source)
         _store_split(hi + at, lo + at, a * scale, b * scale)
         _store_split(hi + at + 4, lo + at + 4, c * scale, d * scale)
-    pairs = g.qk_rope_head_dim // 2
-    for index in cutlass.range(env.thread, TILE * pairs, CONSUMER_THREADS, unroll=1):
-        row, pair = index // pairs, index % pairs
-        head = tile * TILE + row
+    if env.thread < TILE * pairs:
+        row, pair = env.thread // pairs, env.thread % pairs
         at = row * row_bytes + (g.kv_lora_rank + 2 * pair) * 2
-        a, b = Float32(0.0), Float32(0.0)
-        if head < plan.heads:
-            element = head * g.qk_head_dim + g.qk_nope_head_dim + 2 * pair
-            a, b = ptx.ld2_f32(env.exchange("q", layer) + Int64(element) * 4)
-            a, b = rotate(env, pair, a, b)
+        a, b = rotate(env, pair, turning[0], turning[1])
         _store_split(hi + at, lo + at, a * scale, b * scale)
     sync(env)
 
@@ -264,6 +269,7 @@ def _zero_rows(env: Env, data, rows):
 @cute.jit
 def attend(env: Env, chunk, layer):
     """The CTA's run of tokens for its tile of heads; the number of the chunk after it."""
+    env = env.again()
     g, plan = env.plan.geometry, env.plan
     tile, first, end, _ = ptx.lds4(env.at("kv_run"))
     chunks = (end - first + KV_CHUNK - 1) // KV_CHUNK
@@ -322,8 +328,8 @@ def attend(env: Env, chunk, layer):
                     sums[4 * tile_n + 1] = sums[4 * tile_n + 1] * upper
                     sums[4 * tile_n + 2] = sums[4 * tile_n + 2] * lower
                     sums[4 * tile_n + 3] = sums[4 * tile_n + 3] * lower
-                for step in cutlass.range(count, unroll=1):
-                    data = land(env, chunk + done + step, layer)
+                for step in cutlass.range(count, unroll=2):
+                    data = slot_address(env, chunk + done + step)  # landed: see `_scores` above
                     at = row * (plan.p_row * 2) + step * (KV_CHUNK * 2) + env.lane % 4 * 4
                     below = at + 8 * plan.p_row * 2
                     hi0, hi1 = ptx.lds(p_hi + at), ptx.lds(p_hi + below)
@@ -340,7 +346,8 @@ def attend(env: Env, chunk, layer):
                             sums[4 * tile_n + i] = c[i]
             sync(env)
             if env.warp < count:
-                ptx.fence_async()  # zeroed rows come before the next copy into the slot
+                if end - first - (done + env.warp) * KV_CHUNK < KV_CHUNK:
+                    ptx.fence_async()  # zeroed rows come before the next copy into the slot
                 release(env, chunk + done + env.warp)
 
         item = Int64(env.cta) * TILE
@@ -364,29 +371,19 @@ def attend(env: Env, chunk, layer):
 @cute.jit
 def merge_value(env: Env, chunk, layer):
     """Merge the runs of the CTA's heads, and its rows of W_UV; the number of the chunk after it."""
+    env = env.again()
     g, plan = env.plan.geometry, env.plan
     width = g.kv_lora_rank
     first, last = run_of(env, "w_uv")
     head = first * plan.w_uv.chunk_rows // g.v_head_dim
     heads = (last * plan.w_uv.chunk_rows + g.v_head_dim - 1) // g.v_head_dim - head
+    if first == last:
+        heads = Int32(0)
     runs = ptx.lds(env.at("kv_run") + 12)
     x = env.at("x")
-    weights = x + heads * vector_bytes(width)
-    if first < last:
-        if env.warp < heads:
-            _merge_weights(env, head + env.warp, runs, weights + env.warp * (MAX_CTAS * 4), layer)
-    else:
-        heads = Int32(0)
-    sync(env)
     for index in cutlass.range(env.thread, heads * width, CONSUMER_THREADS, unroll=1):
         own, column = index // width, index % width
-        tile, row = (head + own) // TILE, (head + own) % TILE
-        source = env.exchange("partial", layer) + Int64((tile * TILE + row) * width + column) * 4
-        latent = Float32(0.0)
-        for run in cutlass.range(runs, unroll=4):
-            value = ptx.ld_f32(source + Int64(run) * (plan.tiles * TILE * width * 4))
-            weight = ptx.lds_f32(weights + own * (MAX_CTAS * 4) + run * 4)
-            latent = ptx.fma(value, weight, latent)
+        latent = _merge(env, head + own, column, runs, layer)
         ptx.sts_f32(x + own * vector_bytes(width) + place(column, lanes_of(width)), latent)
         if env.param("trace") != 0:
             at = env.exchange("latent", layer) + Int64((head + own) * width + column) * 4
@@ -404,24 +401,34 @@ def merge_value(env: Env, chunk, layer):
 
 
 @cute.jit
-def _merge_weights(env: Env, head, runs, out, layer):
-    """2^(m_s - m) / l of each run s of a head, by one warp."""
-    source = env.exchange("partial_ml", layer) + Int64(head) * 8
-    stride = env.plan.tiles * TILE * 8
-    highest = Float32(-math.inf)
-    for run in cutlass.range(env.lane, runs, 32, unroll=1):
-        highest = ptx.maximum(highest, ptx.ld_f32(source + Int64(run) * stride))
-    for mask in (16, 8, 4, 2, 1):
-        highest = ptx.maximum(highest, ptx.shuffle_xor(highest, mask))
-    total = Float32(0.0)
-    for run in cutlass.range(env.lane, runs, 32, unroll=1):
-        m, length = ptx.ld2_f32(source + Int64(run) * stride)
-        weight = ptx.exp2(m - highest)
-        total = ptx.fma(weight, length, total)
-        ptx.sts_f32(out + run * 4, weight)
-    total = reduce_lanes(total, 32)
-    ptx.sync_warp()
-    for run in cutlass.range(env.lane, runs, 32, unroll=1):
-        ptx.sts_f32(out + run * 4, ptx.divide(ptx.lds_f32(out + run * 4), total))
+def _merge(env: Env, head, column, runs, layer):
+    """One value of a head's latent: sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s, in run order."""
+    plan = env.plan
+    width = plan.geometry.kv_lora_rank
+    step = plan.tiles * TILE  # rows from a run's tile to the next run's
+    values = env.exchange("partial", layer) + Int64(head * width + column) * 4
+    weights = env.exchange("partial_ml", layer) + Int64(head) * 8
+    highest, total, latent = Float32(-math.inf), Float32(0.0), Float32(0.0)
+    for start in cutlass.range(0, runs, _MERGED, unroll=1):
+        loaded = [_no_run() for _ in range(_MERGED)]
+        for i in cutlass.range_constexpr(_MERGED):
+            if start + i < runs:
+                row = Int64((start + i) * step)
+                value = ptx.ld_f32(values + row * (width * 4))
+                loaded[i] = [*ptx.ld2_f32(weights + row * 8), value]
+        top = highest
+        for m, _, _ in loaded:
+            top = ptx.maximum(top, m)
+        correction = ptx.exp2(highest - top)
+        total, latent = total * correction, latent * correction
+        for m, length, value in loaded:
+            weight = ptx.exp2(m - top)
+            total = ptx.fma(weight, length, total)
+            latent = ptx.fma(weight, value, latent)
+        highest = top
+    return ptx.divide(latent, total)
 
 
+def _no_run():
+    """(m, l, o) of a run that is not there: it weighs nothing."""
+    return [Float32(-math.inf), Float32(0.0), Float32(0.0)]

@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, const_expr
 from dsv2mk.kernel import attention, ffn, head, ptx, router, stream
 from dsv2mk.kernel.env import Env, where
 from dsv2mk.kernel.gemv import consume, load_gamma, load_pairs, load_vectors, norm, pairs_of
-from dsv2mk.kernel.hops import arrive, publish_row, sync, wait, wait_mbarrier
+from dsv2mk.kernel.hops import arrive, publish_row, sync, wait, wait_mbarrier, watchdog
 from dsv2mk.kernel.parameters import PARAMETERS
 from dsv2mk.kernel.plan import (
     CONSUMER_REGISTERS,
@@ -40,7 +40,10 @@ def decode(env: Env):
         for name in ("routed", "old_kv", "new_kv"):
             ptx.mbarrier_init(env.at(name), Int32(1))
         ptx.sts(env.at("issued"), Int32(0))
-        ptx.sts(env.at("abort"), Int32(0))
+        for name in ("abort", "finished"):
+            ptx.sts(env.at(name), Int32(0))
+        for warp in cutlass.range_constexpr(WARPS + 4):
+            ptx.sts(env.at("waits") + warp * 16, Int32(0))
         ptx.mbarrier_init_fence()
     attention.store_turns(env)
     stream.store_runs(env)
@@ -48,12 +51,16 @@ def decode(env: Env):
     if env.warp < WARPS:
         ptx.more_registers(CONSUMER_REGISTERS)
         consumers(env)
+        if env.thread == 0:
+            ptx.sts(env.at("finished"), Int32(1))
     else:
         ptx.fewer_registers(SERVICE_REGISTERS)
         if env.warp == WARPS:
             producer(env)
         elif env.warp == WARPS + 1:
             router.scout(env)
+        elif env.warp == WARPS + 2:
+            watchdog(env)
 
 
 # ---- consumers ----

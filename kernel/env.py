@@ -4,11 +4,12 @@ Nothing in it changes during a launch, so that it may be used inside any loop. W
 number of chunks that have passed the ring, the residual stream) is passed and returned.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cutlass import Int32, Int64
 
+from dsv2mk.kernel import ptx
 from dsv2mk.kernel.plan import PHASES, Plan
 
 @dataclass(kw_only=True, frozen=True)
@@ -23,6 +24,14 @@ class Env:
     warp: Any  # the same for a warp's lanes, and known to be
     cta: Any
     ctas: Any  # CTAs of the grid
+
+    def again(self) -> "Env":
+        """The same, with a thread index that the compiler does not recognise.
+
+        What a phase derives from it then lives in registers for the phase, not for the launch.
+        """
+        thread = ptx.renew(self.thread)
+        return replace(self, thread=thread, lane=thread % 32)
 
     def at(self, region: str) -> Any:
         """Address of a region of shared memory."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from dsv2mk.kernel import ptx
 from dsv2mk.kernel.env import Env
@@ -123,16 +123,18 @@ def gate_up_chunk(env: Env, chunk, unit, first_pair, weight, layer):
         for i in cutlass.range_constexpr(together):
             gate = reduce_lanes(sums[2 * i], 32)
             up = reduce_lanes(sums[2 * i + 1], 32)
+            if const_expr(row + i + 1 == matrix.chunk_rows):
+                release(env, chunk)
             if env.lane == 0:
                 bottom = Float32(1.0) + ptx.exp2(gate * Float32(-math.log2(math.e)))
                 act = ptx.divide(gate, bottom) * up * weight
                 ptx.stg_f32(out + (row + i) * 4, act)
-    release(env, chunk)
 
 
 @cute.jit
 def always_on(env: Env, chunk, units, layer):
     """gate and up of the always-on units; the number of the chunk after them."""
+    env = env.again()
     matrix = env.plan.gate_up
     first, last = deal(env, units.always * matrix.chunks)
     for index in cutlass.range(first + env.warp, last, WARPS, unroll=1):
@@ -145,6 +147,7 @@ def always_on(env: Env, chunk, units, layer):
 @cute.jit
 def routed(env: Env, chunk, units, count, layer):
     """gate and up of the routed units, of which the scout has listed `count`."""
+    env = env.again()
     matrix = env.plan.gate_up
     first, last = deal(env, count * matrix.chunks)
     for index in cutlass.range(first + env.warp, last, WARPS, unroll=1):
@@ -199,6 +202,7 @@ def push_down(env: Env, policy, chunk, units, count, layer):
 @cute.jit
 def down(env: Env, chunk, units, count, layer):
     """This rank's share of the CTA's rows of H; the number of the chunk after them."""
+    env = env.again()
     plan = env.plan
     _load_act(env, count, layer)
     turns = plan.down_rows // 4
@@ -254,7 +258,7 @@ def down(env: Env, chunk, units, count, layer):
 def _load_act(env: Env, count, layer):
     """Fetch act of all units at work. Ends with the consumers in step."""
     source = env.exchange("act", layer)
-    for index in cutlass.range(env.thread, count * (BLOCK // 4), CONSUMER_THREADS, unroll=4):
+    for index in cutlass.range(env.thread, count * (BLOCK // 4), CONSUMER_THREADS, unroll=8):
         unit, element = index // (BLOCK // 4), index % (BLOCK // 4) * 4
         a, b, c, d = ptx.ld4_f32(source + Int64(index) * 16)
         part, lane = element // 4 % 4, element // DOWN_STEP

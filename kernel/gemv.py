@@ -104,6 +104,7 @@ def consume(
     layer,
 ):
     """The CTA's run of rows of one layer of a matrix; the number of the chunk after it."""
+    env = env.again()
     matrix = getattr(env.plan, name)
     first, last = run_of(env, name)
     rows, width = matrix.chunk_rows, matrix.width
@@ -176,6 +177,7 @@ def load_vectors(env: Env, dst, source, stride, count, width: cutlass.Constexpr)
 
     Ends with the consumers in step.
     """
+    env = env.again()
     fours = width // 4
     lanes = lanes_of(width)
     for index in cutlass.range(env.thread, count * fours, CONSUMER_THREADS, unroll=4):
@@ -199,6 +201,7 @@ def pair(env: Env, index: int):
 @cute.jit
 def load_pairs(env: Env, source, width: cutlass.Constexpr):
     """A thread's pairs of an exchanged fp32 vector; zeros past its end."""
+    env = env.again()
     out = [Float32(0.0) for _ in range(2 * pairs_of(width))]
     for index in cutlass.range_constexpr(pairs_of(width)):
         if const_expr((index + 1) * 2 * CONSUMER_THREADS <= width):
@@ -214,6 +217,7 @@ def load_pairs(env: Env, source, width: cutlass.Constexpr):
 @cute.jit
 def load_gamma(env: Env, source, width: cutlass.Constexpr):
     """A thread's words of a bf16 vector, a pair each; issue it before a wait."""
+    env = env.again()
     out = [Int32(0) for _ in range(pairs_of(width))]
     for index in cutlass.range_constexpr(pairs_of(width)):
         if pair(env, index) < width:
@@ -224,6 +228,7 @@ def load_gamma(env: Env, source, width: cutlass.Constexpr):
 @cute.jit
 def norm(env: Env, dst, values, gamma, width: cutlass.Constexpr, eps: cutlass.Constexpr):
     """Store x * rsqrt(mean(x^2) + eps) * gamma for use. Ends with the consumers in step."""
+    env = env.again()
     square = Float32(0.0)
     for value in values:
         square = ptx.fma(value, value, square)

@@ -44,6 +44,7 @@ def _best_of_warp(value, token):
 @cute.jit
 def head(env: Env, chunk):
     """lm_head of the normed state in x; the number of the chunk after it. Leaves the hop's arrival."""
+    env = env.again()
     g, plan = env.plan.geometry, env.plan
     layer = Int32(g.num_hidden_layers)
     matrix = plan.lm_head
@@ -98,6 +99,7 @@ def _publish(env: Env, value, token):
 @cute.jit
 def choose(env: Env, n):
     """Wait for all CTAs' best; the winner, known to the threads of warp 0."""
+    env = env.again()
     wait(env, "best", n, Int32(env.plan.geometry.num_hidden_layers))
     best, winner = Float32(-math.inf), Int32(_NONE)
     if env.warp == 0:

@@ -43,10 +43,11 @@ over an mbarrier.
 
 The watchdog
 ------------
-Every wait, on a counter or on an mbarrier, looks at the global timer once it has taken a while.
-After `timeout` ns (consumers: three quarters of it), or as soon as another CTA has given up, it gives up too: the first one describes
-itself in the status block (words: 1, rank, CTA, warp, layer, phase, position, expected, seen), all
-later waits of the CTA return at once, no copy is issued any more, and the launch ends with the
+Every wait, on a counter, an mbarrier or a word, notes in shared memory since when it has lasted.
+One warp of the CTA reads these notes. If a wait has lasted for `timeout` ns (consumers: three
+quarters of it), or another CTA has given up, it raises the CTA's abort flag, and the first CTA to
+do so fills the status block (words: 1, rank, CTA, warp, layer, phase, position, expected, seen).
+From then on all waits return at once, no copy is issued any more, and the launch ends with the
 token. Values computed meanwhile are garbage, but no address depends on a value that is not bounded.
 """
 
@@ -68,73 +69,110 @@ def sync(env: Env) -> None:
 
 
 @cute.jit
-def give_up(env: Env, started, at, expected, seen):
-    """Called while waiting: 1 if the wait is to end without what it waits for."""
-    out = ptx.lds_volatile(env.at("abort"))
-    if out == 0:
-        if ptx.ld_relaxed(env.counter("abort")) != 0:
-            out = Int32(1)
-        # Consumers first: producer and scout wait for them, so theirs is the telling phase.
-        bound = env.param("timeout")
-        if env.warp < WARPS:
-            bound = bound - (bound >> 2)
-        if ptx.now() - started > bound:
-            out = Int32(1)
-            if ptx.claim(env.counter("abort")) == 0:
-                status = env.param("status")
-                position = ptx.lds_volatile(env.at("position"))
-                words = (env.param("rank"), env.cta, env.warp, at >> 5, at & 31, position)
-                for index, word in enumerate((*words, expected, seen)):
-                    ptx.st_system(status + (4 * index + 4), word)
-                ptx.fence_system()
-                ptx.st_system(status, Int32(1))
-        if out != 0:
-            ptx.sts(env.at("abort"), Int32(1))
-    return out
-
-
-@cute.jit
 def wait_mbarrier(env: Env, bar, parity, at):
-    """Wait for a phase of an mbarrier; any number of threads."""
+    """Wait for a phase of an mbarrier, or until the launch is given up; whole warps."""
     done = ptx.mbarrier_try(bar, parity)
     if done == 0:
-        started = ptx.now()
+        _announce(env, at, parity)
         while done == 0:
             done = ptx.mbarrier_try(bar, parity)
             if done == 0:
-                done = give_up(env, started, at, parity, Int32(0))
+                done = ptx.lds_volatile(env.at("abort"))
+        _withdraw(env)
 
 
 @cute.jit
 def wait_word(env: Env, addr, target, at):
-    """Wait until a word of shared memory, which only grows, has reached its target."""
+    """Wait until a word of shared memory, which only grows, has reached its target; whole warps."""
     seen = ptx.lds_acquire(addr)
     if seen < target:
-        started = ptx.now()
-        spins = Int32(0)
+        _announce(env, at, target)
         while seen < target:
             seen = ptx.lds_acquire(addr)
-            spins = spins + 1
-            if (spins & 1023) == 0:
-                if give_up(env, started, at, target, seen) != 0:
-                    seen = target
+            if ptx.lds_volatile(env.at("abort")) != 0:
+                seen = target
+        _withdraw(env)
 
 
 @cute.jit
 def poll(env: Env, name: cutlass.Constexpr, target, at):
-    """Wait until a counter has reached its target; one thread."""
+    """Wait until a counter has reached its target; the first thread of a warp."""
     scope = "sys" if is_collective(env, name) else "gpu"
     counter = env.counter(name)
     seen = ptx.ld_acquire(counter, scope)
     if seen - target < 0:
-        started = ptx.now()
-        spins = Int32(0)
+        _announce(env, at, target)
         while seen - target < 0:
             seen = ptx.ld_acquire(counter, scope)
-            spins = spins + 1
-            if (spins & 1023) == 0:
-                if give_up(env, started, at, target, seen) != 0:
-                    seen = target
+            ptx.sts(_waits(env) + 12, seen)
+            if ptx.lds_volatile(env.at("abort")) != 0:
+                seen = target
+        _withdraw(env)
+
+
+def _waits(env: Env):
+    """A warp's four words for the watchdog: waiting since (0: not), where, expected, seen."""
+    return env.at("waits") + env.warp * 16
+
+
+def _clock():
+    """The global timer in units of 1024 ns, 32 bits, never 0."""
+    return (ptx.now() >> 10).to(Int32) | 1
+
+
+@cute.jit
+def _announce(env: Env, at, expected):
+    if env.lane == 0:
+        ptx.sts(_waits(env) + 4, at)
+        ptx.sts(_waits(env) + 8, expected)
+        ptx.sts(_waits(env) + 12, Int32(0))
+        ptx.sts_release(_waits(env), _clock())
+
+
+@cute.jit
+def _withdraw(env: Env):
+    if env.lane == 0:
+        ptx.sts(_waits(env), Int32(0))
+
+
+@cute.jit
+def watchdog(env: Env):
+    """The watchdog warp: look at each warp's wait every few microseconds, until the launch ends."""
+    bound = (env.param("timeout") >> 10).to(Int32)
+    # Consumers first: producer and scout wait for them, so theirs is the telling phase.
+    if env.lane < WARPS:
+        bound = bound - (bound >> 2)
+    waits = env.at("waits") + env.lane * 16
+    running = Int32(1)
+    while running != 0:
+        ptx.sleep(2000)
+        since = Int32(0)
+        if env.lane < WARPS + 2:
+            since = ptx.lds_acquire(waits)
+        late = Int32(0)
+        if since != 0 and _clock() - since > bound:
+            late = Int32(1)
+        others = ptx.ballot(late)
+        if others != 0 and ptx.lds_volatile(env.at("abort")) == 0:
+            if late != 0 and (others & ((Int32(1) << env.lane) - 1)) == 0:
+                if ptx.claim(env.counter("abort")) == 0:
+                    _describe(env, waits)
+        if ptx.ld_relaxed(env.counter("abort")) != 0:
+            ptx.sts(env.at("abort"), Int32(1))
+        if ptx.lds_volatile(env.at("finished")) != 0:
+            running = Int32(0)
+
+
+@cute.jit
+def _describe(env: Env, waits):
+    """Fill the status block with the wait of this lane's warp."""
+    at = ptx.lds(waits + 4)
+    words = (env.param("rank"), env.cta, env.lane, at >> 5, at & 31)
+    more = (ptx.lds(env.at("position")), ptx.lds(waits + 8), ptx.lds(waits + 12))
+    for index, word in enumerate(words + more):
+        ptx.st_system(env.param("status") + (4 * index + 4), word)
+    ptx.fence_system()
+    ptx.st_system(env.param("status"), Int32(1))
 
 
 def is_collective(env: Env, name: str) -> bool:
@@ -175,7 +213,7 @@ def arrive(env: Env, name: cutlass.Constexpr, layer):
     sync(env)
     if env.thread == 0:
         signal(env, name)
-        _mark(env, name, layer, 0)
+        mark(env, name, layer, 0)
 
 
 @cute.jit
@@ -183,13 +221,13 @@ def wait(env: Env, name: cutlass.Constexpr, n, layer):
     """Wait for the n-th use of a hop."""
     if env.thread == 0:
         poll(env, name, target_of(env, name, n), where(name, layer))
-        _mark(env, name, layer, 1)
+        mark(env, name, layer, 1)
     sync(env)
 
 
 @cute.jit
-def _mark(env: Env, name: cutlass.Constexpr, layer, side: cutlass.Constexpr):
-    """Note the time, for a profile: CTA 0's thread 0 has arrived (side 0), or goes on (1)."""
+def mark(env: Env, name: cutlass.Constexpr, layer, side: cutlass.Constexpr):
+    """Note the time, for a profile: CTA 0 has arrived (side 0), or goes on (1); one thread."""
     if env.cta == 0 and env.param("marks") != 0:
         index = (layer * len(HOPS) + HOPS.index(name)) * 2 + side
         ptx.stg_64(env.param("marks") + Int64(index) * 8, ptx.now())

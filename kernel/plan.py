@@ -304,6 +304,8 @@ class Plan:
             "new_kv": 8,  # and this one
             "issued": 4,  # chunks that the producer has issued, or opened a slot for
             "abort": 4,
+            "finished": 4,  # the consumers are done with the launch
+            "waits": (WARPS + 4) * 16,  # what each warp waits for: see hops.py
             "position": 4,  # of the consumers
             "token": 8,
             "runs": len(self.runs) * 8,  # [first, end) of the CTA, of each
@@ -363,8 +365,8 @@ class Plan:
 
     @property
     def merged_head(self) -> int:
-        """Bytes that merging one head takes: its latent, and a weight a split."""
-        return vector_bytes(self.geometry.kv_lora_rank) + 4 * MAX_CTAS
+        """Bytes that the merged latent of one head takes."""
+        return vector_bytes(self.geometry.kv_lora_rank)
 
     def heads_touched(self, ctas: int) -> int:
         """Most heads whose W_UV rows one of `ctas` CTAs owns."""
@@ -386,7 +388,6 @@ class Plan:
             ctas
             for ctas in range(self.tiles, MAX_CTAS)
             if self.heads_touched(ctas) * self.merged_head <= self.activation_bytes
-            and self.heads_touched(ctas) <= WARPS
         )
 
     # ---- workspace in global memory ----

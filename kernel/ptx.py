@@ -345,6 +345,11 @@ def popcount(x):
     return _one("popc.b32 {$w0}, {$r0};", Int32, x)
 
 
+def renew(x):
+    """The same word, of which the compiler knows nothing."""
+    return _one("mov.b32 {$w0}, {$r0};", Int32, x)
+
+
 def sync_warp():
     """All lanes meet, and see what each has written."""
     inline_ptx("bar.warp.sync -1;")
@@ -363,6 +368,11 @@ def more_registers(count):
 def fewer_registers(count):
     """The warpgroup gives up registers; all of its warps together."""
     inline_ptx(f"setmaxnreg.dec.sync.aligned.u32 {count};")
+
+
+def sleep(nanoseconds):
+    """Let the warp rest for about this long."""
+    inline_ptx(f"nanosleep.u32 {nanoseconds};")
 
 
 def now():

@@ -28,7 +28,7 @@ from dsv2mk.kernel.attention import append
 from dsv2mk.kernel.env import Env, where
 from dsv2mk.kernel.ffn import units_of
 from dsv2mk.kernel.gemv import reduce_lanes
-from dsv2mk.kernel.hops import poll, target_of
+from dsv2mk.kernel.hops import mark, poll, target_of
 
 
 @cute.jit
@@ -59,6 +59,7 @@ def _route(env: Env, n, layer):
     ptx.sync_warp()
     if env.lane == 0:
         ptx.mbarrier_arrive(env.at("routed"))
+        mark(env, "route", layer, 1)
 
 
 @cute.jit

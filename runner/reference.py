@@ -143,7 +143,7 @@ class ReferenceDecoder:
             scores = _matvec(router, x_H).float()
             self._note(layer, "route", scores)
             chosen = list(self._route(scores))
-            self._note(layer, "chosen", torch.tensor(chosen).T)
+            self._note(layer, "chosen", torch.tensor(chosen, device=scores.device).T)
             for expert, weight in chosen:
                 first = expert * g.expert_units
                 active |= dict.fromkeys(range(first, first + g.expert_units), weight)
