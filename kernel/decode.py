@@ -143,17 +143,17 @@ def _token(env: Env, chunk, token, step):
         wait(env, "o", n, layer)
         h = _add(env, h, "o", layer)
 
-        norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
+        norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps, top=True)
         units = ffn.units_of(env, layer)
         count = units.always
         moe = layer - g.first_k_dense_replace
         if moe >= 0:
             chunk = _gemv_to(env, chunk, "router", "route", layer)
             arrive(env, "route", layer)
-        chunk = ffn.always_on(env, chunk, units, layer)
+        chunk = ffn.gate_up(env, chunk, Int32(0), units.always, False, layer)
         if moe >= 0:
             routed = _routed(env, step * g.num_moe_layers + moe, layer)
-            chunk = ffn.routed(env, chunk, units, routed, layer)
+            chunk = ffn.gate_up(env, chunk, units.always, routed, True, layer)
             count = count + routed
         arrive(env, "act", layer)
         wait(env, "act", n, layer)
@@ -265,7 +265,7 @@ def _push_layer(env: Env, policy, chunk, step, layer, position):
     for index in cutlass.range(first, last, unroll=1):
         at = chunk + index - first
         slot = units.slot + index // matrix.chunks
-        ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, layer)
+        ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, index == first, layer)
     chunk = chunk + last - first
     if moe >= 0:
         routed = _routed(env, step * g.num_moe_layers + moe, layer)
@@ -273,7 +273,7 @@ def _push_layer(env: Env, policy, chunk, step, layer, position):
         for index in cutlass.range(first, last, unroll=1):
             at = chunk + index - first
             slot = ptx.lds(env.at("unit") + index // matrix.chunks * 4)
-            ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, layer)
+            ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, index == first, layer)
         chunk = chunk + last - first
         count = count + routed
     return ffn.push_down(env, policy, chunk, units, count, layer)

@@ -226,21 +226,51 @@ def load_gamma(env: Env, source, width: cutlass.Constexpr):
 
 
 @cute.jit
-def norm(env: Env, dst, values, gamma, width: cutlass.Constexpr, eps: cutlass.Constexpr):
-    """Store x * rsqrt(mean(x^2) + eps) * gamma for use. Ends with the consumers in step."""
+def norm(
+    env: Env,
+    dst,
+    values,
+    gamma,
+    width: cutlass.Constexpr,
+    eps: cutlass.Constexpr,
+    top: cutlass.Constexpr = False,
+):
+    """Store x * rsqrt(mean(x^2) + eps) * gamma for use. Ends with the consumers in step.
+
+    top: leave the largest magnitude of the result in `x_top`.
+    """
     env = env.again()
     square = Float32(0.0)
     for value in values:
         square = ptx.fma(value, value, square)
     square = reduce_lanes(square, 32)
+    reduce = env.at("reduce")
     if env.lane == 0:
-        ptx.sts_f32(env.at("reduce") + env.warp * 4, square)
+        ptx.sts_f32(reduce + env.warp * 4, square)
+    if const_expr(top):
+        highest = Int32(0)  # magnitudes order as their words
+        for index in cutlass.range_constexpr(pairs_of(width)):
+            low = ptx.absolute(values[2 * index] * ptx.bf16_low(gamma[index]))
+            high = ptx.absolute(values[2 * index + 1] * ptx.bf16_high(gamma[index]))
+            larger = ptx.maximum(low, high)
+            highest = cutlass.max(highest, ptx.bits(larger))
+        highest = ptx.warp_max_u32(highest)
+        if env.lane == 0:
+            ptx.sts(reduce + (WARPS + env.warp) * 4, highest)
     sync(env)
     total = Float32(0.0)
     for warp in cutlass.range_constexpr(WARPS // 4):
-        for part in ptx.lds4_f32(env.at("reduce") + warp * 16):
+        for part in ptx.lds4_f32(reduce + warp * 16):
             total = total + part
     scale = ptx.rsqrt(ptx.fma(total, Float32(1.0 / width), Float32(eps)))
+    if const_expr(top):
+        if env.warp == 0:
+            highest = Int32(0)
+            if env.lane < WARPS:
+                highest = ptx.lds(reduce + (WARPS + env.lane) * 4)
+            highest = ptx.warp_max_u32(highest)
+            if env.lane == 0:
+                ptx.sts_f32(env.at("x_top"), ptx.as_f32(highest) * scale)
     for index in cutlass.range_constexpr(pairs_of(width)):
         if pair(env, index) < width:
             a = values[2 * index] * scale * ptx.bf16_low(gamma[index])

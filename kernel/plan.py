@@ -40,8 +40,8 @@ MAX_CTAS, USUAL_CTAS = 256, 132
 KV_CHUNK, KV_CHUNKS = 8, 8
 #: Heads of a tensor-core tile.
 TILE = 16
-#: Elements that a lane takes at a time from a row of a GEMV, and from a row of down.
-STEP, DOWN_STEP = 8, 16
+#: Elements that a lane takes at a time from a row of a GEMV.
+STEP = 8
 #: Longest slot, and shortest that a chunk of rows aims at.
 MAX_SLOT, MIN_SLOT = 16384, 8192
 
@@ -277,7 +277,7 @@ class Plan:
     def down_rows(self) -> int:
         """Rows of down that a chunk has of each of its units; a CTA takes its rows in such runs."""
         rows = -(-self.geometry.hidden_size // USUAL_CTAS)
-        return min(-(-rows // 4) * 4, 64)
+        return min(-(-rows // 8) * 8, 64)
 
     @property
     def down_units(self) -> int:
@@ -310,7 +310,9 @@ class Plan:
             "token": 8,
             "runs": len(self.runs) * 8,  # [first, end) of the CTA, of each
             "kv_run": 16,  # of this token: attention.kv_run
-            "reduce": WARPS * 4,
+            "reduce": 2 * WARPS * 4,
+            "x_top": 4,  # largest magnitude of x, for the FFN
+            "undo": self.most_units * 4,  # of each unit: see ffn.py
             "turns": g.qk_rope_head_dim // 2 * 8,  # fp64 turns a position of each pair
             "rope": g.qk_rope_head_dim // 2 * 8,  # (cos, sin) of this position
             "unit": self.routed_slots * 4,
@@ -344,7 +346,7 @@ class Plan:
         g = self.geometry
         scores = 2 * TILE * self.score_row * 4 + 2 * TILE * self.p_row * 2
         return max(
-            vector_bytes(g.hidden_size),
+            3 * vector_bytes(g.hidden_size),  # and scaled for gate and for up: see ffn.py
             vector_bytes(g.q_in),
             vector_bytes(self.heads * g.v_head_dim),
             4 * BLOCK * self.most_units,

@@ -78,6 +78,11 @@ def sts2_f32(addr, a, b):
     inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, a, b])
 
 
+def sts2(addr, a, b):
+    """Store two 32-bit words; 8-byte aligned."""
+    inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, a, b])
+
+
 def sts4(addr, a, b, c, d):
     """Store four 32-bit words; 16-byte aligned."""
     inline_ptx(
@@ -242,16 +247,28 @@ def bf16_high(word):
     return _one("{ .reg .b32 t; and.b32 t, {$r0}, 0xffff0000; mov.b32 {$w0}, t; }", Float32, word)
 
 
-def e4m3x4(word):
-    """Four E4M3 bytes, lowest first, as fp32 (exact: E4M3 to fp16 to fp32)."""
+def e4m3_to_f16(word):
+    """Four E4M3 bytes, lowest first, as two words of two fp16 (exact)."""
     return _many(
-        "{ .reg .b16 a, b, c, d; .reg .b32 x, y; .reg .b16 l, h; mov.b32 {l, h}, {$r0};"
-        " cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h;"
-        " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
-        " cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b;"
-        " cvt.f32.f16 {$w2}, c; cvt.f32.f16 {$w3}, d; }",
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0};"
+        " cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }",
+        Int32,
+        2,
+        word,
+    )
+
+
+def pack_f16(low, high):
+    """Two fp32 rounded to fp16, in one word."""
+    return _one("cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", Int32, low, high)
+
+
+def unpack_f16(word):
+    """Two fp16 of a word as fp32, the lower one first."""
+    return _many(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }",
         Float32,
-        4,
+        2,
         word,
     )
 
@@ -284,6 +301,11 @@ def cos(x):
 def sin(x):
     """sin of |x| <= pi, absolute error below 2^-20."""
     return _one("sin.approx.f32 {$w0}, {$r0};", Float32, x)
+
+
+def absolute(x):
+    """|x|."""
+    return _one("abs.f32 {$w0}, {$r0};", Float32, x)
 
 
 def maximum(a, b):
@@ -407,6 +429,20 @@ def mma_k16(c, a, b0, b1):
     """c[16, 8] += a[16, 16] @ b[16, 8] in bf16 with fp32 sums; c, a: the lane's 4 registers."""
     return _many(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}},"
+        " {{$r4}, {$r5}, {$r6}, {$r7}}, {{$r8}, {$r9}}, {{$r0}, {$r1}, {$r2}, {$r3}};",
+        Float32,
+        4,
+        *c,
+        *a,
+        b0,
+        b1,
+    )
+
+
+def mma_f16(c, a, b0, b1):
+    """`mma_k16` in fp16."""
+    return _many(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}},"
         " {{$r4}, {$r5}, {$r6}, {$r7}}, {{$r8}, {$r9}}, {{$r0}, {$r1}, {$r2}, {$r3}};",
         Float32,
         4,
