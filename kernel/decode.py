@@ -1,7 +1,7 @@
 """The kernel: three roles, and the order of phases in each. docs/walkthrough.md follows one token.
 
-A CTA has 16 consumer warps, one producer warp (the weight stream) and one scout warp (routing, cache
-append). The layer loop of the consumers and that of the producer are written side by side below:
+A CTA has 16 consumer warps, two producer warps (the weight stream), a scout warp (routing, cache
+append) and a watchdog warp. The layer loop of the consumers and that of the producer are written side by side below:
 they must meet the same chunks in the same order.
 
 The residual stream h [H] lives in the consumers' registers, the same in every CTA: each hop that
@@ -20,6 +20,8 @@ from dsv2mk.kernel.parameters import PARAMETERS
 from dsv2mk.kernel.plan import (
     CONSUMER_REGISTERS,
     KV_CHUNK,
+    PRODUCERS,
+    SCOUT,
     SERVICE_REGISTERS,
     THREADS,
     WARPS,
@@ -39,7 +41,8 @@ def decode(env: Env):
             ptx.mbarrier_init(env.at("empty") + slot * 8, Int32(1))
         for name in ("routed", "old_kv", "new_kv"):
             ptx.mbarrier_init(env.at(name), Int32(1))
-        ptx.sts(env.at("issued"), Int32(0))
+        for index in cutlass.range_constexpr(len(PRODUCERS)):
+            ptx.sts(env.at("issued") + index * 4, Int32(0))
         for name in ("abort", "finished"):
             ptx.sts(env.at(name), Int32(0))
         for warp in cutlass.range_constexpr(WARPS + 4):
@@ -55,11 +58,11 @@ def decode(env: Env):
             ptx.sts(env.at("finished"), Int32(1))
     else:
         ptx.fewer_registers(SERVICE_REGISTERS)
-        if env.warp == WARPS:
+        if env.warp <= PRODUCERS[-1]:
             producer(env)
-        elif env.warp == WARPS + 1:
+        elif env.warp == SCOUT:
             router.scout(env)
-        elif env.warp == WARPS + 2:
+        else:
             watchdog(env)
 
 

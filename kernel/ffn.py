@@ -43,7 +43,7 @@ from dsv2mk.kernel.env import Env
 from dsv2mk.kernel.gemv import CONSUMER_THREADS, reduce_lanes
 from dsv2mk.kernel.hops import publish_row, sync
 from dsv2mk.kernel.plan import STEP, WARPS, vector_bytes
-from dsv2mk.kernel.stream import deal, land, open_slot, release, run_of, slot_address
+from dsv2mk.kernel.stream import deal, is_mine, land, open_slot, release, run_of, slot_address
 from dsv2mk.manifests.scheme import BLOCK
 
 #: Rows of an n8 tile.
@@ -115,16 +115,17 @@ def push_gate_up(env: Env, policy, chunk, slot, index, first, layer):
     scaled = first or index == 0
     if scaled:
         count = count + scales
-    if open_slot(env, chunk, matrix.window, count, layer) != 0:
-        if env.lane == 0:
-            bar = env.at("full") + (chunk % plan.slots) * 8
-            at = slot_address(env, chunk)
-            pairs = Int64(slot) * BLOCK + Int64(index * matrix.chunk_rows)
-            source = env.param("gate_up") + pairs * matrix.row_bytes
-            ptx.bulk_copy(at, source, Int32(matrix.chunk_bytes), bar, policy)
-            if scaled:
-                source = env.param("gate_up_scale") + Int64(slot) * scales
-                ptx.bulk_copy(at + plan.slot, source, Int32(scales), bar, policy)
+    if is_mine(env, chunk):
+        if open_slot(env, chunk, matrix.window, count, layer) != 0:
+            if env.lane == 0:
+                bar = env.at("full") + (chunk % plan.slots) * 8
+                at = slot_address(env, chunk)
+                pairs = Int64(slot) * BLOCK + Int64(index * matrix.chunk_rows)
+                source = env.param("gate_up") + pairs * matrix.row_bytes
+                ptx.bulk_copy(at, source, Int32(matrix.chunk_bytes), bar, policy)
+                if scaled:
+                    source = env.param("gate_up_scale") + Int64(slot) * scales
+                    ptx.bulk_copy(at + plan.slot, source, Int32(scales), bar, policy)
 
 
 @cute.jit
@@ -263,18 +264,19 @@ def push_down(env: Env, policy, chunk, units, count, layer):
         for group in cutlass.range(groups, unroll=1):
             here = cutlass.min(count - group * plan.down_units, plan.down_units)
             size = here * (rows * BLOCK + plan.down_scale)
-            if open_slot(env, at, plan.down_window, size, layer) != 0:
-                if env.lane < here:
-                    slot = slot_of(env, units, group * plan.down_units + env.lane)
-                    bar = env.at("full") + (at % plan.slots) * 8
-                    data = slot_address(env, at)
-                    source = env.param("down") + (Int64(slot) * hidden + Int64(top)) * BLOCK
-                    to = data + env.lane * (plan.down_rows * BLOCK)
-                    ptx.bulk_copy(to, source, rows * BLOCK, bar, policy)
-                    source = env.param("down_scale") + Int64(slot) * (4 * plan.blocks)
-                    to = data + plan.slot + env.lane * plan.down_scale
-                    size = Int32(plan.down_scale)
-                    ptx.bulk_copy(to, source & Int64(-16), size, bar, policy)
+            if is_mine(env, at):
+                if open_slot(env, at, plan.down_window, size, layer) != 0:
+                    if env.lane < here:
+                        slot = slot_of(env, units, group * plan.down_units + env.lane)
+                        bar = env.at("full") + (at % plan.slots) * 8
+                        data = slot_address(env, at)
+                        source = env.param("down") + (Int64(slot) * hidden + Int64(top)) * BLOCK
+                        to = data + env.lane * (plan.down_rows * BLOCK)
+                        ptx.bulk_copy(to, source, rows * BLOCK, bar, policy)
+                        source = env.param("down_scale") + Int64(slot) * (4 * plan.blocks)
+                        to = data + plan.slot + env.lane * plan.down_scale
+                        size = Int32(plan.down_scale)
+                        ptx.bulk_copy(to, source & Int64(-16), size, bar, policy)
             at = at + 1
     return at
 

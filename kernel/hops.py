@@ -57,7 +57,7 @@ from cutlass import Int32, Int64, const_expr
 
 from dsv2mk.kernel import ptx
 from dsv2mk.kernel.env import Env, where
-from dsv2mk.kernel.plan import HOPS, WARPS
+from dsv2mk.kernel.plan import HOPS, WARPS, WATCHDOG
 
 #: Named barrier of the consumer warps.
 CONSUMERS = 1
@@ -147,7 +147,7 @@ def watchdog(env: Env):
     while running != 0:
         ptx.sleep(2000)
         since = Int32(0)
-        if env.lane < WARPS + 2:
+        if env.lane < WATCHDOG:
             since = ptx.lds_acquire(waits)
         late = Int32(0)
         if since != 0 and _clock() - since > bound:

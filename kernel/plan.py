@@ -24,8 +24,10 @@ from dsv2mk.manifests.layout import RankLayout, TensorSpec
 from dsv2mk.manifests.scheme import BLOCK
 from dsv2mk.manifests.topology import Topology
 
-#: Consumer warps of a CTA: four warpgroups. A fifth holds the producer warp and the scout warp.
+#: Consumer warps of a CTA: four warpgroups. A fifth holds the other roles, a warp each.
 WARPS = 16
+PRODUCERS = (WARPS, WARPS + 1)
+SCOUT, WATCHDOG = WARPS + 2, WARPS + 3
 THREADS = 32 * (WARPS + 4)
 #: Registers a thread of either kind may use; together what a CTA of THREADS * 96 is given.
 CONSUMER_REGISTERS, SERVICE_REGISTERS = 104, 64
@@ -302,7 +304,7 @@ class Plan:
             "routed_count": 8,  # and how many it lists
             "old_kv": 8,  # all tokens before this one are in the cache
             "new_kv": 8,  # and this one
-            "issued": 4,  # chunks that the producer has issued, or opened a slot for
+            "issued": 8,  # by each producer: one more than the last chunk it has opened a slot for
             "abort": 4,
             "finished": 4,  # the consumers are done with the launch
             "waits": (WARPS + 4) * 16,  # what each warp waits for: see hops.py

@@ -2,18 +2,18 @@
 
 Contract
 --------
-The producer warp walks through the phases of the decode in the order in which the consumers do,
-and `push`es each chunk that the CTA owns; the consumers take chunk c with `land` and hand its slot
-back with `release`. Both sides count chunks from the start of the launch: chunk c lives in slot
+Two producer warps walk through the phases of the decode in the order in which the consumers do, and
+`push` each chunk that the CTA owns, one the even ones and one the odd ones; the consumers take chunk
+c with `land` and hand its slot back with `release`. Both sides count chunks from the start of the launch: chunk c lives in slot
 c % slots, and its use of the slot has parity (c / slots) & 1. How many chunks a phase has is a
 function of the plan, the CTA, the position and, for routed units, the routing, so both sides agree
 on it without talking.
 
-The producer never waits for data that a chunk does not depend on. It runs ahead of the consumers
+A producer never waits for data that a chunk does not depend on. It runs ahead of the consumers
 by as much as the ring holds, with two exceptions: KV chunks wait for the cache to be complete, and
 routed units for the routing.
 
-Window: before it issues chunk c, the producer waits until chunk c - window has landed. So about
+Window: before it issues chunk c, a producer waits until chunk c - window has landed. So about
 40 KiB are in flight, which is what HBM's latency needs; more would queue up in front of the hops'
 loads and atomics.
 
@@ -29,6 +29,7 @@ from cutlass import Int32, Int64, const_expr
 from dsv2mk.kernel import ptx
 from dsv2mk.kernel.env import Env, where
 from dsv2mk.kernel.hops import wait_mbarrier, wait_word
+from dsv2mk.kernel.plan import PRODUCERS
 
 
 def deal(env: Env, total):
@@ -70,7 +71,7 @@ def land(env: Env, chunk, layer):
     the slot must have been opened for this chunk first.
     """
     at = where("weight stream", layer)
-    wait_word(env, env.at("issued"), chunk + 1, at)
+    wait_word(env, env.at("issued") + (chunk & 1) * 4, chunk + 1, at)
     bar = env.at("full") + (chunk % env.plan.slots) * 8
     wait_mbarrier(env, bar, parity_of(env, chunk), at)
     return slot_address(env, chunk)
@@ -84,9 +85,17 @@ def release(env: Env, chunk):
         ptx.mbarrier_arrive(env.at("empty") + (chunk % env.plan.slots) * 8)
 
 
+def is_mine(env: Env, chunk):
+    """Whether this producer warp issues a chunk."""
+    return (chunk & 1) == env.warp - PRODUCERS[0]
+
+
 @cute.jit
 def open_slot(env: Env, chunk, window: cutlass.Constexpr, count, layer):
-    """Wait for a chunk's slot and its turn, and expect `count` bytes; 1 if copies may be issued."""
+    """Wait for a chunk's slot and its turn, and expect `count` bytes; 1 if copies may be issued.
+
+    0 after the launch was given up.
+    """
     window = min(window, env.plan.slots)
     slots = env.plan.slots
     if chunk >= window:
@@ -104,18 +113,19 @@ def open_slot(env: Env, chunk, window: cutlass.Constexpr, count, layer):
     if running != 0:
         if env.lane == 0:
             ptx.mbarrier_expect(env.at("full") + (chunk % slots) * 8, count)
-            ptx.sts_release(env.at("issued"), chunk + 1)
+            ptx.sts_release(env.at("issued") + (chunk & 1) * 4, chunk + 1)
     ptx.sync_warp()
     return running
 
 
 @cute.jit
 def push(env: Env, policy, chunk, source, count, window: cutlass.Constexpr, layer):
-    """Issue one chunk of `count` contiguous bytes, by the whole producer warp."""
-    if open_slot(env, chunk, window, count, layer) != 0:
-        if env.lane == 0:
-            bar = env.at("full") + (chunk % env.plan.slots) * 8
-            ptx.bulk_copy(slot_address(env, chunk), source, count, bar, policy)
+    """Issue one chunk of `count` contiguous bytes, by the producer warp whose chunk it is."""
+    if is_mine(env, chunk):
+        if open_slot(env, chunk, window, count, layer) != 0:
+            if env.lane == 0:
+                bar = env.at("full") + (chunk % env.plan.slots) * 8
+                ptx.bulk_copy(slot_address(env, chunk), source, count, bar, policy)
 
 
 @cute.jit
