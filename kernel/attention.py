@@ -11,8 +11,8 @@
 Attend: a CTA takes one tile of 16 heads and one run of tokens (`kv_run`), in passes of 64 tokens,
 eight KV chunks of eight. Scores are log2-scaled. fp32 queries and probabilities are split into two
 bf16 (a = hi + lo, relative error 2^-17) and multiplied on the tensor cores, so that the cache, bf16
-in memory, is the only rounding. Warps: for scores, warp w takes chunk w % 8 and every second
-k-step; for the softmax, head w; for the sums, columns [32 w, 32 w + 32).
+in memory, is the only rounding. Warps: for scores, warp w takes two chunks from 2 (w % 4) on and
+every fourth k-step from w / 4 on; for the softmax, head w; for the sums, columns [32 w, 32 w + 32).
 
 The rows of a chunk past the live length are never read from memory: they are zeroed in the slot,
 and their scores are masked.
@@ -42,6 +42,8 @@ from dsv2mk.kernel.stream import land, release, run_of, slot_address
 from dsv2mk.manifests.geometry import LATENT_NORM_EPS
 
 _PASS = KV_CHUNK * KV_CHUNKS
+#: Warps that share the k-steps of a pair of chunks.
+_PARTS = 4
 #: Runs whose partial results a thread fetches at a time.
 _MERGED = 8
 
@@ -138,30 +140,23 @@ def append(env: Env, n, layer, position):
     """The last CTA's scout: put the token's row into the cache, and say so with a hop's arrival."""
     g = env.plan.geometry
     rank = g.kv_lora_rank
-    turns = -(-rank // 64)
     if env.lane == 0:
         poll(env, "qkv", target_of(env, "qkv", n), where("qkv", layer))
     ptx.sync_warp()
     source = env.exchange("qkv", layer) + (g.qkv_a_rows - g.cache_width) * 4
     gamma = env.layer_weight("kv_a_norm", layer)
     row = cache_row(env, layer, position)
-    values = [Float32(0.0) for _ in range(2 * turns)]
     square = Float32(0.0)
-    for turn in cutlass.range_constexpr(turns):
-        element = 2 * (env.lane + 32 * turn)
-        if element < rank:
-            values[2 * turn], values[2 * turn + 1] = ptx.ld2_f32(source + Int64(element) * 4)
-        square = ptx.fma(values[2 * turn], values[2 * turn], square)
-        square = ptx.fma(values[2 * turn + 1], values[2 * turn + 1], square)
+    for element in cutlass.range(2 * env.lane, rank, 64, unroll=4):
+        a, b = ptx.ld2_f32(source + Int64(element) * 4)
+        square = ptx.fma(b, b, ptx.fma(a, a, square))
     square = reduce_lanes(square, 32)
     scale = ptx.rsqrt(ptx.fma(square, Float32(1.0 / rank), Float32(LATENT_NORM_EPS)))
-    for turn in cutlass.range_constexpr(turns):
-        element = 2 * (env.lane + 32 * turn)
-        if element < rank:
-            word = ptx.ldg(gamma + Int64(element) * 2)
-            a = values[2 * turn] * scale * ptx.bf16_low(word)
-            b = values[2 * turn + 1] * scale * ptx.bf16_high(word)
-            ptx.stg(row + Int64(element) * 2, ptx.pack_bf16(a, b))
+    for element in cutlass.range(2 * env.lane, rank, 64, unroll=2):
+        a, b = ptx.ld2_f32(source + Int64(element) * 4)  # again: registers are few here
+        word = ptx.ldg(gamma + Int64(element) * 2)
+        word = ptx.pack_bf16(a * scale * ptx.bf16_low(word), b * scale * ptx.bf16_high(word))
+        ptx.stg(row + Int64(element) * 2, word)
     if env.lane < g.qk_rope_head_dim // 2:
         a, b = ptx.ld2_f32(source + Int64(rank + 2 * env.lane) * 4)
         a, b = rotate(env, env.lane, a, b)
@@ -190,12 +185,10 @@ def kv_run(env: Env, position):
 # ---- attend ----
 
 
-@cute.jit
-def _store_split(hi, lo, a, b):
-    """Store a pair of fp32 as two pairs of bf16 whose sum it is."""
-    word = ptx.pack_bf16(a, b)
-    ptx.sts(hi, word)
-    ptx.sts(lo, ptx.pack_bf16(a - ptx.bf16_low(word), b - ptx.bf16_high(word)))
+def split(a, b):
+    """Words (hi, lo) of two bf16 each, with (a, b) = hi + lo."""
+    hi = ptx.pack_bf16(a, b)
+    return hi, ptx.pack_bf16(a - ptx.bf16_low(hi), b - ptx.bf16_high(hi))
 
 
 @cute.jit
@@ -220,40 +213,50 @@ def _load_queries(env: Env, tile, hi, lo, layer):
         if head < plan.heads:
             source = env.exchange("q_lat", layer) + Int64(head * g.kv_lora_rank + element) * 4
             a, b, c, d = ptx.ld4_f32(source)
-        _store_split(hi + at, lo + at, a * scale, b * scale)
-        _store_split(hi + at + 4, lo + at + 4, c * scale, d * scale)
+        high, low = split(a * scale, b * scale)
+        high2, low2 = split(c * scale, d * scale)
+        ptx.sts2(hi + at, high, high2)
+        ptx.sts2(lo + at, low, low2)
     if env.thread < TILE * pairs:
         row, pair = env.thread // pairs, env.thread % pairs
         at = row * row_bytes + (g.kv_lora_rank + 2 * pair) * 2
         a, b = rotate(env, pair, turning[0], turning[1])
-        _store_split(hi + at, lo + at, a * scale, b * scale)
+        high, low = split(a * scale, b * scale)
+        ptx.sts(hi + at, high)
+        ptx.sts(lo + at, low)
     sync(env)
 
 
 @cute.jit
-def _scores(env: Env, data, hi, lo, out, half):
-    """Scores [16, 8] of one chunk over every second k-step, to `out` with rows of score_row."""
+def _scores(env: Env, first_data, second_data, hi, lo, out, part):
+    """Scores [16, 8] of two chunks over every fourth k-step from `part` on.
+
+    They go to `out`, in rows of score_row, the second chunk's behind the first's.
+    """
     plan = env.plan
     row_bytes = plan.cache_row * 2
     steps = plan.geometry.cache_width // 16
     a_at = (env.lane % 16) * row_bytes + env.lane // 16 * 16
-    b_at = data + env.lane // 4 * row_bytes + env.lane % 4 * 4
-    high = [Float32(0.0) for _ in range(4)]
-    low = [Float32(0.0) for _ in range(4)]
-    for turn in cutlass.range_constexpr(steps // 2):
-        at = (2 * turn + half) * 32
-        b0, b1 = ptx.lds(b_at + at), ptx.lds(b_at + at + 16)
-        high = ptx.mma_k16(high, ptx.ldmatrix(hi + a_at + at), b0, b1)
-        low = ptx.mma_k16(low, ptx.ldmatrix(lo + a_at + at), b0, b1)
-    if const_expr(steps % 2 == 1):
-        if half == 0:
-            at = Int32((steps - 1) * 32)
-            b0, b1 = ptx.lds(b_at + at), ptx.lds(b_at + at + 16)
-            high = ptx.mma_k16(high, ptx.ldmatrix(hi + a_at + at), b0, b1)
-            low = ptx.mma_k16(low, ptx.ldmatrix(lo + a_at + at), b0, b1)
+    b_at = env.lane // 4 * row_bytes + env.lane % 4 * 4
+    sums = [Float32(0.0) for _ in range(16)]
+    for turn in cutlass.range_constexpr(-(-steps // _PARTS)):
+        step = turn * _PARTS + part
+        if step < steps:
+            high, low = ptx.ldmatrix(hi + a_at + step * 32), ptx.ldmatrix(lo + a_at + step * 32)
+            for chunk in cutlass.range_constexpr(2):
+                data = first_data if chunk == 0 else second_data
+                at = data + b_at + step * 32
+                b0, b1 = ptx.lds(at), ptx.lds(at + 16)
+                c = ptx.mma_k16(sums[8 * chunk : 8 * chunk + 4], high, b0, b1)
+                d = ptx.mma_k16(sums[8 * chunk + 4 : 8 * chunk + 8], low, b0, b1)
+                for i in cutlass.range_constexpr(4):
+                    sums[8 * chunk + i], sums[8 * chunk + 4 + i] = c[i], d[i]
     at = out + (env.lane // 4 * plan.score_row + env.lane % 4 * 2) * 4
-    ptx.sts2_f32(at, high[0] + low[0], high[1] + low[1])
-    ptx.sts2_f32(at + 8 * plan.score_row * 4, high[2] + low[2], high[3] + low[3])
+    for chunk in cutlass.range_constexpr(2):
+        s = sums[8 * chunk : 8 * chunk + 8]
+        below = at + 8 * plan.score_row * 4
+        ptx.sts2_f32(at + chunk * (KV_CHUNK * 4), s[0] + s[4], s[1] + s[5])
+        ptx.sts2_f32(below + chunk * (KV_CHUNK * 4), s[2] + s[6], s[3] + s[7])
 
 
 @cute.jit
@@ -264,6 +267,8 @@ def _zero_rows(env: Env, data, rows):
         rows * row_bytes + env.lane * 16, KV_CHUNK * row_bytes, 32 * 16, unroll=1
     ):
         ptx.sts4(data + at, Int32(0), Int32(0), Int32(0), Int32(0))
+    if rows < KV_CHUNK:
+        ptx.fence_async()  # comes before the next copy into the slot
 
 
 @cute.jit
@@ -276,30 +281,36 @@ def attend(env: Env, chunk, layer):
     hi = env.at("x")
     lo = hi + TILE * plan.cache_row * 2
     scores = lo + TILE * plan.cache_row * 2
-    p_hi = scores + 2 * TILE * plan.score_row * 4
+    p_hi = scores + _PARTS * TILE * plan.score_row * 4
     p_lo = p_hi + TILE * plan.p_row * 2
     corrections = env.at("correction")
     if chunks > 0:
         _load_queries(env, tile, hi, lo, layer)
         highest, total = Float32(-math.inf), Float32(0.0)
         sums = [Float32(0.0) for _ in range(16)]
-        part, half = env.warp % KV_CHUNKS, env.warp // KV_CHUNKS
+        part, own = env.warp // _PARTS, env.warp % _PARTS * 2
         for done in cutlass.range(0, chunks, KV_CHUNKS, unroll=1):
             count = cutlass.min(chunks - done, KV_CHUNKS)
-            if part < count:
-                data = land(env, chunk + done + part, layer)
-                rows = end - first - (done + part) * KV_CHUNK
-                if half == 0 and rows < KV_CHUNK:
-                    _zero_rows(env, data, rows)
-                out = scores + half * (TILE * plan.score_row * 4) + part * (KV_CHUNK * 4)
-                _scores(env, data, hi, lo, out, half)
+            if own < count:
+                at = chunk + done + own
+                data = land(env, at, layer)
+                behind = slot_address(env, at + 1)
+                if own + 1 < count:
+                    behind = land(env, at + 1, layer)
+                if part == 0:
+                    _zero_rows(env, data, end - first - (done + own) * KV_CHUNK)
+                    if own + 1 < count:
+                        _zero_rows(env, behind, end - first - (done + own + 1) * KV_CHUNK)
+                out = scores + part * (TILE * plan.score_row * 4) + own * (KV_CHUNK * 4)
+                _scores(env, data, behind, hi, lo, out, part)
             sync(env)
 
             # Softmax of head `warp`; a lane has two tokens.
             at = scores + env.warp * (plan.score_row * 4) + env.lane * 8
-            a, b = ptx.lds_f32(at), ptx.lds_f32(at + 4)
-            at = at + TILE * plan.score_row * 4
-            a, b = a + ptx.lds_f32(at), b + ptx.lds_f32(at + 4)
+            a, b = Float32(0.0), Float32(0.0)
+            for piece in cutlass.range_constexpr(_PARTS):
+                share = ptx.lds2(at + piece * (TILE * plan.score_row * 4))
+                a, b = a + ptx.as_f32(share[0]), b + ptx.as_f32(share[1])
             left = end - first - done * KV_CHUNK - 2 * env.lane
             if left < 1:
                 a = Float32(-math.inf)
@@ -314,7 +325,9 @@ def attend(env: Env, chunk, layer):
             total = total * correction + reduce_lanes(a + b, 32)
             highest = top
             at = env.warp * (plan.p_row * 2) + env.lane * 4
-            _store_split(p_hi + at, p_lo + at, a, b)
+            high, low = split(a, b)
+            ptx.sts(p_hi + at, high)
+            ptx.sts(p_lo + at, low)
             if env.lane == 0:
                 ptx.sts_f32(corrections + env.warp * 4, correction)
             sync(env)
@@ -346,8 +359,6 @@ def attend(env: Env, chunk, layer):
                             sums[4 * tile_n + i] = c[i]
             sync(env)
             if env.warp < count:
-                if end - first - (done + env.warp) * KV_CHUNK < KV_CHUNK:
-                    ptx.fence_async()  # zeroed rows come before the next copy into the slot
                 release(env, chunk + done + env.warp)
 
         item = Int64(env.cta) * TILE

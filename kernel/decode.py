@@ -50,6 +50,7 @@ def decode(env: Env):
         ptx.mbarrier_init_fence()
     attention.store_turns(env)
     stream.store_runs(env)
+    ffn.store_units(env)
     ptx.barrier(0, THREADS)
     if env.warp < WARPS:
         ptx.more_registers(CONSUMER_REGISTERS)
@@ -72,45 +73,65 @@ def decode(env: Env):
 @cute.jit
 def consumers(env: Env):
     """All tokens of a launch."""
-    steps, times = env.param("steps"), env.param("times")
-    leads = env.thread == 0 and env.cta == 0
+    env = env.again()
+    if env.thread == 0:
+        _note_time(env, Int32(0))
     token = ptx.ldg(env.param("tokens") + Int64(env.param("position")) * 4)
-    if leads and times != 0:
-        ptx.stg_64(times, ptx.now())
     chunk = Int32(0)
-    step = Int32(0)
-    while step < steps:
-        chunk = _token(env, chunk, token, step)
-        winner = head.choose(env, env.param("epoch") + step)
-        following = env.param("position") + step + 1
-        if env.thread == 0:
-            if following < env.param("known"):
-                winner = ptx.ldg(env.param("tokens") + Int64(following) * 4)
-            elif env.cta == 0:
-                ptx.stg(env.param("tokens") + Int64(following) * 4, winner)
-            if ptx.lds_volatile(env.at("abort")) != 0:
-                winner = Int32(-1)
-            ptx.sts(env.at("token"), winner)
-            if env.cta == 0 and times != 0:
-                ptx.stg_64(times + Int64(step + 1) * 8, ptx.now())
-        sync(env)
-        token = ptx.lds(env.at("token"))
-        step = step + 1
+    left = env.param("steps")
+    while left > 0:
+        chunk = _token(env, chunk, token, left)
+        token = _choose(env, step_of(env, left))
+        left = left - 1
         if token < 0:
             token = Int32(0)
-            step = steps
+            left = Int32(0)
+
+
+def step_of(env: Env, left):
+    """Number of the token in the launch, from how many are left."""
+    return env.param("steps") - ptx.renew(left)
 
 
 @cute.jit
-def _token(env: Env, chunk, token, step):
+def _choose(env: Env, step):
+    """The token at the next position: given, or the argmax; negative if the launch was given up."""
+    env = env.again()
+    winner = head.choose(env, env.param("epoch") + step)
+    if env.thread == 0:
+        following = env.param("position") + step + 1
+        place = env.param("tokens") + Int64(following) * 4
+        if following < env.param("known"):
+            winner = ptx.ldg(place)
+        elif env.cta == 0:
+            ptx.stg(place, winner)
+        if ptx.lds_volatile(env.at("abort")) != 0:
+            winner = Int32(-1)
+        ptx.sts(env.at("token"), winner)
+        _note_time(env, step + 1)
+    sync(env)
+    return ptx.lds(env.at("token"))
+
+
+@cute.jit
+def _note_time(env: Env, index):
+    """CTA 0: the time at which a token was done, by one thread."""
+    if ptx.renew(env.cta) == 0:
+        if env.param("times") != 0:
+            ptx.stg_64(env.param("times") + Int64(index) * 8, ptx.now())
+
+
+@cute.jit
+def _token(env: Env, chunk, token, left):
     """All layers and the head for one token; the number of the chunk after them."""
+    env = env.again()
     g, plan = env.plan.geometry, env.plan
     layers, hidden = g.num_hidden_layers, g.hidden_size
-    epoch = env.param("epoch") + step
-    attention.store_position(env, env.param("position") + step)
+    attention.store_position(env, env.param("position") + step_of(env, left))
     h = _embed(env, token)
-    for layer in cutlass.range(layers, unroll=1):
-        n = epoch * layers + layer
+    for index in cutlass.range(layers, unroll=1):
+        layer = ptx.renew(index)  # else an address a tensor would be carried through the loop
+        n = (env.param("epoch") + step_of(env, left)) * layers + layer
         gamma = load_gamma(env, env.layer_weight("attn_norm", layer), hidden)
         norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
         chunk = _gemv_to(env, chunk, "qkv_a", "qkv", layer)
@@ -118,20 +139,17 @@ def _token(env: Env, chunk, token, step):
             chunk = attention.project(env, chunk, "hidden", layer)
         arrive(env, "qkv", layer)
         wait(env, "qkv", n, layer)
-        if env.thread == 0:
-            ptx.mbarrier_arrive(env.at("old_kv"))
+        _open_cache(env, "old_kv")
         if const_expr(g.q_lora_rank is not None):
             chunk = attention.project(env, chunk, "latent", layer)
             arrive(env, "q", layer)
             wait(env, "q", n, layer)
-            if env.thread == 0:
-                ptx.mbarrier_arrive(env.at("new_kv"))
+            _open_cache(env, "new_kv")
         chunk = attention.absorb(env, chunk, layer)
         arrive(env, "q_lat", layer)
         wait(env, "q_lat", n, layer)
         if const_expr(g.q_lora_rank is None):
-            if env.thread == 0:
-                ptx.mbarrier_arrive(env.at("new_kv"))
+            _open_cache(env, "new_kv")
         chunk = attention.attend(env, chunk, layer)
         arrive(env, "partial", layer)
         wait(env, "partial", n, layer)
@@ -155,7 +173,8 @@ def _token(env: Env, chunk, token, step):
             arrive(env, "route", layer)
         chunk = ffn.gate_up(env, chunk, Int32(0), units.always, False, layer)
         if moe >= 0:
-            routed = _routed(env, step * g.num_moe_layers + moe, layer)
+            n_routed = step_of(env, left) * g.num_moe_layers + moe
+            routed = _routed(env, n_routed, layer)
             chunk = ffn.gate_up(env, chunk, units.always, routed, True, layer)
             count = count + routed
         arrive(env, "act", layer)
@@ -167,6 +186,14 @@ def _token(env: Env, chunk, token, step):
     gamma = load_gamma(env, env.weight("final_norm"), hidden)
     norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
     return head.head(env, chunk)
+
+
+@cute.jit
+def _open_cache(env: Env, name: cutlass.Constexpr):
+    """Tell the producers that the cache is complete: up to this token, or with it."""
+    env = env.again()
+    if env.thread == 0:
+        ptx.mbarrier_arrive(env.at(name))
 
 
 @cute.jit
@@ -184,8 +211,8 @@ def _embed(env: Env, token):
 def _add(env: Env, h, name: cutlass.Constexpr, layer):
     """h plus all ranks' shares of a block's output, in rank order."""
     hidden = env.plan.geometry.hidden_size
-    for rank in cutlass.range_constexpr(env.plan.ranks):
-        share = load_pairs(env, env.exchange(name, layer) + rank * hidden * 4, hidden)
+    for rank in cutlass.range(env.plan.ranks, unroll=1):
+        share = load_pairs(env, env.exchange(name, layer) + Int64(rank) * (hidden * 4), hidden)
         for index in cutlass.range_constexpr(2 * pairs_of(hidden)):
             h[index] = h[index] + share[index]
     return h
@@ -217,6 +244,7 @@ def _rows_to(env: Env, chunk, name: cutlass.Constexpr, layer):
 @cute.jit
 def _routed(env: Env, n, layer):
     """Wait for the n-th routing of the launch; how many routed units it lists."""
+    env = env.again()
     wait_mbarrier(env, env.at("routed"), n & 1, where("routed units", layer))
     count = ptx.lds(env.at("routed_count"))
     if ptx.lds_volatile(env.at("abort")) != 0:
@@ -230,6 +258,7 @@ def _routed(env: Env, n, layer):
 @cute.jit
 def producer(env: Env):
     """The weight stream of a launch."""
+    env = env.again()
     layers = env.plan.geometry.num_hidden_layers
     policy = ptx.stream_policy()
     chunk = Int32(0)

@@ -21,17 +21,19 @@ class Env:
     smem: Any  # Int32: address of dynamic shared memory
     thread: Any  # Int32: within the CTA
     lane: Any
-    warp: Any  # the same for a warp's lanes, and known to be
+    warp: Any
     cta: Any
     ctas: Any  # CTAs of the grid
 
     def again(self) -> "Env":
-        """The same, with a thread index that the compiler does not recognise.
+        """The same, read anew.
 
         What a phase derives from it then lives in registers for the phase, not for the launch.
         """
-        thread = ptx.renew(self.thread)
-        return replace(self, thread=thread, lane=thread % 32)
+        thread, cta, ctas = (ptx.special(name) for name in ("tid.x", "ctaid.x", "nctaid.x"))
+        return replace(
+            self, thread=thread, lane=thread & 31, warp=thread >> 5, cta=cta, ctas=ctas
+        )
 
     def at(self, region: str) -> Any:
         """Address of a region of shared memory."""

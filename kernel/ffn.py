@@ -67,13 +67,20 @@ def rank_units(env: Env, units):
     return units if ranks == 1 else (units - env.param("rank") + (ranks - 1)) // ranks
 
 
+@cute.jit
+def store_units(env: Env):
+    """At launch: the rank's units of a dense layer, its routed and all its units of another."""
+    g = env.plan.geometry
+    dense = g.layer_units(0) if g.first_k_dense_replace else 0
+    if env.thread == 0:
+        for index, units in enumerate((dense, g.routed_units, g.routed_units + g.shared_units)):
+            ptx.sts(env.at("units") + index * 4, Int32(rank_units(env, units)))
+
+
 def units_of(env: Env, layer):
     """The always-on units of a layer, and where its routed ones start."""
-    g = env.plan.geometry
-    dense_layers = g.first_k_dense_replace
-    dense = Int32(rank_units(env, g.layer_units(0) if dense_layers else 0))
-    routed = Int32(rank_units(env, g.routed_units))
-    total = Int32(rank_units(env, g.routed_units + g.shared_units))
+    dense_layers = env.plan.geometry.first_k_dense_replace
+    dense, routed, total = (ptx.lds(env.at("units") + index * 4) for index in range(3))
     is_dense = layer < dense_layers
     moe = dense_layers * dense + (layer - dense_layers) * total
     start = cutlass.select_(is_dense, layer * dense, moe)

@@ -157,7 +157,7 @@ def _short_rows(
     lanes = lanes_of(width)
     together = 32 // lanes
     lane = env.lane % lanes
-    for turn in cutlass.range_constexpr(-(-rows // together)):
+    for turn in cutlass.range(-(-rows // together), unroll=4):
         row = turn * together + env.lane // lanes
         total = Float32(0.0)
         if row < rows and lane * STEP < width:

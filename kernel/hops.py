@@ -138,6 +138,7 @@ def _withdraw(env: Env):
 @cute.jit
 def watchdog(env: Env):
     """The watchdog warp: look at each warp's wait every few microseconds, until the launch ends."""
+    env = env.again()
     bound = (env.param("timeout") >> 10).to(Int32)
     # Consumers first: producer and scout wait for them, so theirs is the telling phase.
     if env.lane < WARPS:
@@ -210,6 +211,7 @@ def signal(env: Env, name: cutlass.Constexpr):
 @cute.jit
 def arrive(env: Env, name: cutlass.Constexpr, layer):
     """The CTA's consumers are done with their share of a hop."""
+    env = env.again()
     sync(env)
     if env.thread == 0:
         signal(env, name)
@@ -219,6 +221,7 @@ def arrive(env: Env, name: cutlass.Constexpr, layer):
 @cute.jit
 def wait(env: Env, name: cutlass.Constexpr, n, layer):
     """Wait for the n-th use of a hop."""
+    env = env.again()
     if env.thread == 0:
         poll(env, name, target_of(env, name, n), where(name, layer))
         mark(env, name, layer, 1)

@@ -311,6 +311,7 @@ class Plan:
             "position": 4,  # of the consumers
             "token": 8,
             "runs": len(self.runs) * 8,  # [first, end) of the CTA, of each
+            "units": 16,  # of the rank in a layer: ffn.store_units
             "kv_run": 16,  # of this token: attention.kv_run
             "reduce": 2 * WARPS * 4,
             "x_top": 4,  # largest magnitude of x, for the FFN
@@ -346,7 +347,7 @@ class Plan:
     def activation_bytes(self) -> int:
         """The region that holds each phase's input in turn."""
         g = self.geometry
-        scores = 2 * TILE * self.score_row * 4 + 2 * TILE * self.p_row * 2
+        scores = 4 * TILE * self.score_row * 4 + 2 * TILE * self.p_row * 2
         return max(
             3 * vector_bytes(g.hidden_size),  # and scaled for gate and for up: see ffn.py
             vector_bytes(g.q_in),

@@ -7,6 +7,7 @@ Everything here is volatile to the compiler in front of ptxas, so program order 
 import struct
 
 from cutlass import Float32, Float64, Int32, Int64
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.arch import globaltimer, inline_ptx
 
 # ---- shared memory ----
@@ -368,8 +369,14 @@ def popcount(x):
 
 
 def renew(x):
-    """The same word, of which the compiler knows nothing."""
+    """The same word, of which the compiler knows nothing: it keeps nothing derived from it."""
     return _one("mov.b32 {$w0}, {$r0};", Int32, x)
+
+
+def special(name):
+    """A special register, read anew. (`inline_ptx` cannot name one.)"""
+    code = f"mov.u32 $0, %{name};"
+    return Int32(llvm.inline_asm(Int32.mlir_type, [], code, "=r", has_side_effects=True))
 
 
 def sync_warp():

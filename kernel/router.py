@@ -34,6 +34,7 @@ from dsv2mk.kernel.hops import mark, poll, target_of
 @cute.jit
 def scout(env: Env):
     """All tokens of a launch."""
+    env = env.again()
     g = env.plan.geometry
     layers = g.num_hidden_layers
     steps = env.param("steps")
