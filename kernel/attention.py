@@ -3,10 +3,11 @@
 | phase | reads | computes | leaves |
 |---|---|---|---|
 | project | qkv [q_lora+C+R] | q = q_b @ norm(q_a) | q [h, N+R] |
-| append (scout) | qkv | norm(kv_c), rope(k_pe), bf16 | the token's cache row [C+R] |
+| append | qkv | by the scout: norm(kv_c), rope(k_pe), bf16 | the token's cache row |
 | absorb | q [h, :N] | q_lat[h] = W_UK[h] @ q[h, :N] | q_lat [h, C] |
-| attend | q_lat, q [h, N:], cache [T, C+R] | scores, softmax, sum: of a run of tokens | partial [16, C], (m, l) |
-| merge, value | partials | latent = sum_s 2^(m_s - m) o_s / l; value[h] = W_UV[h] @ latent[h] | value [h, V] |
+| attend | q_lat, q [h, N:], cache [T, C+R] | softmax and sum of a run | partial [16, C], (m, l) |
+| merge | partials | latent = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s | (in shared memory) |
+| value | latent | value[h] = W_UV[h] @ latent[h] | value [h, V] |
 
 Attend: a CTA takes one tile of 16 heads and one run of tokens (`kv_run`), in passes of 64 tokens,
 eight KV chunks of eight. Scores are log2-scaled. fp32 queries and probabilities are split into two

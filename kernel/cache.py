@@ -16,17 +16,8 @@ from dsv2mk.kernel.compile import Compiled, compile_in_process
 from dsv2mk.kernel.key import key_digest, make_key
 from dsv2mk.manifests.errors import ArtifactError, InputError
 from dsv2mk.manifests.geometry import Geometry
-from dsv2mk.manifests.sidecar import parse_sidecar
+from dsv2mk.manifests.sidecar import cache_folder, parse_sidecar
 from dsv2mk.manifests.topology import Topology
-
-
-def cache_folder() -> Path:
-    """$DSV2MK_CUBIN_CACHE, or ~/.cache/dsv2mk/cubin."""
-    given = os.environ.get("DSV2MK_CUBIN_CACHE")
-    if given:
-        return Path(given)
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "dsv2mk" / "cubin"
 
 
 def get_compiled(

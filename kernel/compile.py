@@ -81,9 +81,7 @@ def compile_in_process(
     return Compiled(cubin=cubin, ptx=ptx, sidecar=sidecar)
 
 
-def make_sidecar(
-    plan: Plan, key: dict[str, Any], entry: str, cubin: bytes, ptx: bytes
-) -> Sidecar:
+def make_sidecar(plan: Plan, key: dict[str, Any], entry: str, cubin: bytes, ptx: bytes) -> Sidecar:
     """Describe a cubin."""
     from dsv2mk.kernel.parameters import PARAMETERS
 

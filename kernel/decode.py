@@ -1,8 +1,8 @@
 """The kernel: three roles, and the order of phases in each. docs/walkthrough.md follows one token.
 
 A CTA has 16 consumer warps, two producer warps (the weight stream), a scout warp (routing, cache
-append) and a watchdog warp. The layer loop of the consumers and that of the producer are written side by side below:
-they must meet the same chunks in the same order.
+append) and a watchdog warp. The layer loop of the consumers and that of the producers are both
+below: they must meet the same chunks in the same order.
 
 The residual stream h [H] lives in the consumers' registers, the same in every CTA: each hop that
 ends a block of a layer hands all CTAs all ranks' shares, and each adds them in rank order.

@@ -26,9 +26,7 @@ def resources(cubin: bytes) -> Resources:
         found = list(_values(cubin))
         registers = max(value for attribute, value in found if attribute == _REGISTERS)
         stack = [v for attribute, v in found if attribute in (_FRAME_SIZE, _MIN_STACK_SIZE)]
-        shared = sum(
-            size for name, _, size in _sections(cubin) if name.startswith(".nv.shared.")
-        )
+        shared = sum(size for name, _, size in _sections(cubin) if name.startswith(".nv.shared."))
         return Resources(
             registers=registers, local_memory=max(stack, default=0), static_shared_memory=shared
         )

@@ -1,4 +1,4 @@
-"""What every part of the kernel is handed: the plan, the launch's parameters, and where a thread is.
+"""What every part of the kernel is handed: plan, parameters of the launch, where a thread is.
 
 Nothing in it changes during a launch, so that it may be used inside any loop. What does change (the
 number of chunks that have passed the ring, the residual stream) is passed and returned.
@@ -11,6 +11,7 @@ from cutlass import Int32, Int64
 
 from dsv2mk.kernel import ptx
 from dsv2mk.kernel.plan import PHASES, Plan
+
 
 @dataclass(kw_only=True, frozen=True)
 class Env:
@@ -31,9 +32,7 @@ class Env:
         What a phase derives from it then lives in registers for the phase, not for the launch.
         """
         thread, cta, ctas = (ptx.special(name) for name in ("tid.x", "ctaid.x", "nctaid.x"))
-        return replace(
-            self, thread=thread, lane=thread & 31, warp=thread >> 5, cta=cta, ctas=ctas
-        )
+        return replace(self, thread=thread, lane=thread & 31, warp=thread >> 5, cta=cta, ctas=ctas)
 
     def at(self, region: str) -> Any:
         """Address of a region of shared memory."""

@@ -92,7 +92,7 @@ def units_of(env: Env, layer):
 
 
 def power_for(top):
-    """(F, 1 / F), a power of two that brings magnitudes up to `top` near 2^10, whatever `top` is."""
+    """(F, 1 / F): a power of two that brings magnitudes up to `top` near 2^10."""
     exponent = cutlass.max((ptx.bits(top) >> 23) & 255, Int32(_TOP - 127 + 1))
     return ptx.as_f32((Int32(_TOP + 127) - exponent) << 23), ptx.as_f32(
         (exponent - (_TOP - 127)) << 23
@@ -364,8 +364,8 @@ def _load_act(env: Env, count, layer):
     """Fetch act of all units at work, scaled and split. Ends with the consumers in step.
 
     A warp has a unit at a time, a lane four of its elements. Element e is in half e / 64 of the
-    unit, belongs to lane q = e / 16 % 4, and there to product e / 4 % 4. Stored are, for hi and then
-    lo, [half, product / 2, q, product % 2] pairs of words.
+    unit, belongs to lane q = e / 16 % 4, and there to product e / 4 % 4. Stored are, for hi and
+    then lo, [half, product / 2, q, product % 2] pairs of words.
     """
     source = env.exchange("act", layer)
     element = env.lane * 4

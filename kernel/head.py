@@ -43,7 +43,7 @@ def _best_of_warp(value, token):
 
 @cute.jit
 def head(env: Env, chunk):
-    """lm_head of the normed state in x; the number of the chunk after it. Leaves the hop's arrival."""
+    """lm_head of the normed state in x, and arrival at `best`; the number of the chunk after it."""
     env = env.again()
     g, plan = env.plan.geometry, env.plan
     layer = Int32(g.num_hidden_layers)

@@ -63,7 +63,9 @@ def fingerprint() -> dict[str, str]:
             sorted(
                 line
                 for line in (wheel.read_text("RECORD") or "").splitlines()
-                if "__pycache__" not in line and "INSTALLER" not in line and ".dist-info" not in line
+                if "__pycache__" not in line
+                and "INSTALLER" not in line
+                and ".dist-info" not in line
             )
         )
         digest = hashlib.sha256(record.encode()).hexdigest()

@@ -4,7 +4,10 @@
 PARAMETERS = (
     ("replicated", "u64"),  # address of the data of the shard's part
     ("partitioned", "u64"),
-    ("gate_up", "u64"),  # addresses of the FFN units' tensors: their places differ from rank to rank
+    (
+        "gate_up",
+        "u64",
+    ),  # addresses of the FFN units' tensors: their places differ from rank to rank
     ("gate_up_scale", "u64"),
     ("down", "u64"),
     ("down_scale", "u64"),

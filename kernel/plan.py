@@ -2,14 +2,14 @@
 
 | quantity | how | DeepSeek-V2, R = 1 / 8 | why |
 |---|---|---|---|
-| slot | the longest row (or KV chunk) that fits, 8 to 16 KiB | 10240 | one bulk copy, one warp's work |
+| slot | the longest row or KV chunk, 8 to 16 KiB | 10240 | one bulk copy, one warp's work |
 | slots | what shared memory has left over | 15 / 18 | what has landed hides a hop |
-| window | 40 KiB / bytes of a chunk | 4 | in flight: more delays the hops, less starves the stream |
-| pieces | row bytes / slot, where a row is longer | 4 of o | a row's pieces go to one warp, one after the other |
+| window | 40 KiB / bytes of a chunk | 4 | more delays the hops, less starves the stream |
+| pieces | row bytes / slot, where a row is longer | 4 of o | they go to one warp, in order |
 | rows a chunk | as fit in a slot, and deal evenly to 132 CTAs | 1 of qkv_a, 32 of w_uk | |
 | down rows | rows of H that a CTA owns, by fours | 40 | sums of a unit's rows stay in registers |
 | head tiles | ceil(heads / 16) | 8 / 1 | one m16 tensor-core tile reads the cache once |
-| min CTAs | head tiles, and what the activations' region holds | 8 / 3 | a smaller grid is refused |
+| min CTAs | head tiles, and what region `x` holds | 8 / 1 | a smaller grid is refused |
 
 Words: a *chunk* is what one ring slot holds; rows of a matrix are dealt to CTAs in contiguous runs
 of chunks, and the chunks of a run to the CTA's warps in turn.
@@ -106,11 +106,19 @@ class Plan:
         self.topology.check(g)
         wide = [("hidden_size", g.hidden_size, 2 * BLOCK), ("kv_lora_rank", g.kv_lora_rank, 32)]
         wide += [("qk_rope_head_dim", g.qk_rope_head_dim, 16), ("v_head_dim", g.v_head_dim, 8)]
-        wide += [("qk_nope_head_dim", g.qk_nope_head_dim, 8), ("q_lora_rank", g.q_lora_rank or 8, 8)]
+        wide += [
+            ("qk_nope_head_dim", g.qk_nope_head_dim, 8),
+            ("q_lora_rank", g.q_lora_rank or 8, 8),
+        ]
         for name, value, factor in wide:
             if value % factor:
-                raise InputError(f"the kernel: {name}", expected=f"a multiple of {factor}", found=value)
-        limits = [("kv_lora_rank", g.kv_lora_rank, 512), ("n_routed_experts", g.n_routed_experts, 512)]
+                raise InputError(
+                    f"the kernel: {name}", expected=f"a multiple of {factor}", found=value
+                )
+        limits = [
+            ("kv_lora_rank", g.kv_lora_rank, 512),
+            ("n_routed_experts", g.n_routed_experts, 512),
+        ]
         limits += [("n_group", g.n_group, 32), ("qk_rope_head_dim", g.qk_rope_head_dim, 64)]
         for name, value, most in limits:
             if value > most:
@@ -190,7 +198,7 @@ class Plan:
 
     @property
     def down_scale(self) -> int:
-        """Bytes of the copy of one unit's down scales, which starts at most 12 bytes before them."""
+        """Bytes of the copy of a unit's down scales, which starts at most 12 bytes before them."""
         return -(-(4 * self.blocks + 12) // 16) * 16
 
     @property
@@ -207,13 +215,11 @@ class Plan:
                 for n in range(2, width)
                 if width % (n * 32 * STEP) == 0 and row_bytes // n <= self.slot
             )
-            return Matrix(
-                rows=rows, row_bytes=row_bytes, width=width, chunk_rows=1, pieces=pieces
-            )
+            return Matrix(rows=rows, row_bytes=row_bytes, width=width, chunk_rows=1, pieces=pieces)
         most = self.slot // row_bytes
 
-        def load(chunk: int) -> int:
-            return -(-(-(-rows // chunk)) // USUAL_CTAS) * chunk
+        def load(chunk: int) -> int:  # rows of the busiest CTA
+            return -(-(rows // chunk) // USUAL_CTAS) * chunk
 
         sizes = [n for n in range(1, most + 1) if rows % n == 0]
         best = min(load(n) for n in sizes)

@@ -317,7 +317,8 @@ def maximum(a, b):
 def turn_fraction(turns):
     """fp64 turns, less the nearest whole number, as fp32 in [-0.5, 0.5]."""
     return _one(
-        "{ .reg .f64 a, b; cvt.rni.f64.f64 a, {$r0}; sub.f64 b, {$r0}, a; cvt.rn.f32.f64 {$w0}, b; }",
+        "{ .reg .f64 a, b; cvt.rni.f64.f64 a, {$r0}; sub.f64 b, {$r0}, a;"
+        " cvt.rn.f32.f64 {$w0}, b; }",
         Float32,
         turns,
     )

@@ -3,11 +3,11 @@
 Contract
 --------
 Two producer warps walk through the phases of the decode in the order in which the consumers do, and
-`push` each chunk that the CTA owns, one the even ones and one the odd ones; the consumers take chunk
-c with `land` and hand its slot back with `release`. Both sides count chunks from the start of the launch: chunk c lives in slot
-c % slots, and its use of the slot has parity (c / slots) & 1. How many chunks a phase has is a
-function of the plan, the CTA, the position and, for routed units, the routing, so both sides agree
-on it without talking.
+`push` each chunk that the CTA owns, one the even ones and one the odd ones. The consumers take
+chunk c with `land` and hand its slot back with `release`. Both sides count chunks from the start of
+the launch: chunk c lives in slot c % slots, and its use of the slot has parity (c / slots) & 1. How
+many chunks a phase has is a function of the plan, the CTA, the position and, for routed units, the
+routing, so both sides agree on it without talking.
 
 A producer never waits for data that a chunk does not depend on. It runs ahead of the consumers
 by as much as the ring holds, with two exceptions: KV chunks wait for the cache to be complete, and
@@ -104,9 +104,7 @@ def open_slot(env: Env, chunk, window: cutlass.Constexpr, count, layer):
         wait_mbarrier(env, bar, parity_of(env, before), where("weight stream", layer))
     if chunk >= slots:
         bar = env.at("empty") + (chunk % slots) * 8
-        wait_mbarrier(
-            env, bar, parity_of(env, chunk - slots), where("ring slot", layer)
-        )
+        wait_mbarrier(env, bar, parity_of(env, chunk - slots), where("ring slot", layer))
     running = Int32(1)
     if ptx.lds_volatile(env.at("abort")) != 0:
         running = Int32(0)
@@ -129,9 +127,7 @@ def push(env: Env, policy, chunk, source, count, window: cutlass.Constexpr, laye
 
 
 @cute.jit
-def push_matrix(
-    env: Env, policy, chunk, base, name: cutlass.Constexpr, layer
-):
+def push_matrix(env: Env, policy, chunk, base, name: cutlass.Constexpr, layer):
     """Issue a CTA's run of one layer of a matrix; the number of the chunk after it.
 
     Rows that are longer than a slot go piece by piece: sixteen rows' first pieces, then their

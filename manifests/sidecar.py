@@ -5,9 +5,11 @@ of the launch stand here. Canonical JSON, so that equal kernels have equal sidec
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from dsv2mk.manifests.canonical import canonical_json, parse_object
@@ -70,7 +72,17 @@ class Sidecar:
 
     def matches(self, cubin: bytes) -> bool:
         """Whether these are the bytes that the sidecar describes."""
-        return hashlib.sha256(cubin).hexdigest() == self.data["cubin_sha256"]
+        wanted: str = self.data["cubin_sha256"]
+        return hashlib.sha256(cubin).hexdigest() == wanted
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $DSV2MK_CUBIN_CACHE, or ~/.cache/dsv2mk/cubin."""
+    given = os.environ.get("DSV2MK_CUBIN_CACHE")
+    if given:
+        return Path(given)
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "dsv2mk" / "cubin"
 
 
 def parse_sidecar(encoded: bytes, where: object) -> Sidecar:

@@ -18,6 +18,8 @@ COMMANDS = {
     "diff": ("dsv2mk.artifacts.commands", "Compare two artifacts."),
     "cubin": ("dsv2mk.pipeline.cubin", "Compile the kernel; needs no GPU."),
     "generate": ("dsv2mk.runner.commands", "Decode greedily from an artifact."),
+    "bench": ("dsv2mk.runner.commands", "Measure milliseconds a token on a GPU."),
+    "gate": ("dsv2mk.runner.commands", "Check a decoder's numbers against a reference."),
 }
 
 

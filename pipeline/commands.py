@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv2mk.artifacts.console import Report, reporting, size_text, table_text
-from dsv2mk.manifests.canonical import parse_object
-from dsv2mk.manifests.errors import InputError, UsageError
+from dsv2mk.manifests.errors import UsageError
 from dsv2mk.manifests.geometry import preset_names
 from dsv2mk.pipeline.configs import named_config
 

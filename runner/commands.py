@@ -1,5 +1,6 @@
-"""`generate`: decode from an artifact."""
+"""`generate`, `bench` and `gate`: what runs on the node."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import click
 
-from dsv2mk.artifacts.console import Report, reporting
+from dsv2mk.artifacts.console import Report, reporting, size_text, table_text
 from dsv2mk.manifests.canonical import parse_object
-from dsv2mk.manifests.errors import ArtifactError, UsageError
+from dsv2mk.manifests.errors import EXIT_CHECK_FAILED, ArtifactError, UsageError
+from dsv2mk.runner.session import GpuOptions, backend_option, gpu_options, open_gpu, use_gpu
 
 _PATH = click.Path(path_type=Path)
 
@@ -34,9 +36,11 @@ def _token_ids(_: object, __: object, text: str | None) -> list[int] | None:
     type=click.Choice(["bf16", "fp32"]),
     default="bf16",
     show_default=True,
-    help="Of the latent cache.",
+    help="Of the latent cache; fp32 needs the reference decoder.",
 )
 @click.option("--logits", type=_PATH, metavar="FILE", help="Store the logits of every position.")
+@backend_option
+@gpu_options
 @reporting
 def generate(
     folder: Path,
@@ -46,12 +50,16 @@ def generate(
     ignore_eos: bool,
     cache_dtype: str,
     logits: Path | None,
+    backend: str,
+    **options: Any,
 ) -> Report:
-    """Decode greedily with the reference decoder."""
+    """Decode greedily, on a GPU or with the reference decoder."""
     if (prompt is None) == (token_ids is None):
         raise UsageError("give either --prompt or --token-ids")
+    gpu = use_gpu(backend)
+    if gpu and cache_dtype != "bf16":
+        raise UsageError("--cache-dtype fp32", fix="Add --backend reference")
     from dsv2mk.artifacts.artifact import Artifact
-    from dsv2mk.runner import reference
 
     artifact = Artifact.open(folder)
     geometry = artifact.manifest.geometry
@@ -69,8 +77,7 @@ def generate(
         token_ids = tokenizer.encode(prompt).ids
     if not token_ids:
         raise UsageError("the prompt is empty", expected="at least one token")
-    if bad := [token for token in token_ids if not 0 <= token < geometry.vocab_size]:
-        raise UsageError("token id", expected=f"0 to {geometry.vocab_size - 1}", found=bad[0])
+    _check_tokens(token_ids, geometry)
     if len(token_ids) + max_new > geometry.max_position_embeddings:
         raise UsageError(
             "prompt and --max-new do not fit the context",
@@ -80,25 +87,15 @@ def generate(
     if logits is not None:
         logits = _writable(logits)
     stop = frozenset() if ignore_eos else _stop_tokens(artifact)
-    decoder = reference.ReferenceDecoder(artifact, reference.CACHE_DTYPES[cache_dtype])
-    new: list[int] = []
-    kept = []
-    started = time.perf_counter()
-    for position, (position_logits, token) in enumerate(
-        reference.generate(decoder, token_ids, max_new, stop)
-    ):
-        if position == len(token_ids) - 2:
-            started = time.perf_counter()  # the rate is that of decoding, not of the prompt
-        if logits is not None:
-            kept.append(position_logits)
-        if token is not None:
-            new.append(token)
-    seconds = time.perf_counter() - started
+    decode = _on_gpu if gpu else _on_reference
+    new, kept, seconds = decode(
+        artifact, token_ids, max_new, stop, logits is not None, cache_dtype, GpuOptions(**options)
+    )
     if logits is not None:
         _save_logits(logits, kept, [*token_ids, *new])
     text = None if tokenizer is None else tokenizer.decode(new)
     data: dict[str, Any] = {
-        "backend": "reference",
+        "backend": "gpu" if gpu else "reference",
         "prompt_token_ids": token_ids,
         "token_ids": new,
         "text": text,
@@ -108,8 +105,247 @@ def generate(
         "digest": artifact.manifest.digest,
     }
     shown = ",".join(map(str, new)) if text is None else (prompt or "") + text
-    note = f"{len(new)} tokens, {data['tokens_per_s']:.1f} tokens/s, reference decoder"
+    what = "GPU" if gpu else "reference decoder"
+    note = f"{len(new)} tokens, {data['tokens_per_s']:.1f} tokens/s, {what}"
     return Report(data=data, text=shown, notes=[note])
+
+
+def _on_reference(
+    artifact: Any,
+    prompt: list[int],
+    max_new: int,
+    stop: frozenset[int],
+    keep: bool,
+    cache_dtype: str,
+    options: GpuOptions,
+) -> tuple[list[int], list[Any], float]:
+    """(new tokens, logits of each position if wanted, seconds of decoding) by the reference."""
+    from dsv2mk.runner import reference
+    from dsv2mk.runner.session import check
+
+    check(artifact, options.verify)
+    decoder = reference.ReferenceDecoder(artifact, reference.CACHE_DTYPES[cache_dtype])
+    new: list[int] = []
+    kept = []
+    started = time.perf_counter()
+    for position, (logits, token) in enumerate(reference.generate(decoder, prompt, max_new, stop)):
+        if position == len(prompt) - 2:
+            started = time.perf_counter()  # the rate is that of decoding, not of the prompt
+        if keep:
+            kept.append(logits)
+        if token is not None:
+            new.append(token)
+    return new, kept, time.perf_counter() - started
+
+
+def _on_gpu(
+    artifact: Any,
+    prompt: list[int],
+    max_new: int,
+    stop: frozenset[int],
+    keep: bool,
+    cache_dtype: str,
+    options: GpuOptions,
+) -> tuple[list[int], list[Any], float]:
+    """`_on_reference` on a GPU; token by token if logits are wanted, else in long launches."""
+    from dsv2mk.runner.decoder import generate as decode
+
+    decoder = open_gpu(artifact, options, tokens=len(prompt) + max_new)
+    kept: list[Any] = []
+
+    def note(logits: Any) -> None:
+        kept.append(logits.cpu().clone())
+
+    decoder.reset()
+    for token in prompt[:-1]:
+        decoder.feed([token])
+        if keep:
+            note(decoder.logits)
+    started = time.perf_counter()
+    new = list(decode(decoder, prompt[-1], max_new, stop, note if keep else None))
+    return new, kept, time.perf_counter() - started
+
+
+@click.command()
+@click.argument("folder", type=_PATH, metavar="[DIR]", required=False)
+@click.option(
+    "--load-format",
+    type=click.Choice(["auto", "dummy"]),
+    default="auto",
+    show_default=True,
+    help="dummy: random weights; DIR may be left out, the cubin says what model.",
+)
+@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--output-len", type=click.IntRange(1), default=1008, show_default=True)
+@click.option("--warmup", type=click.IntRange(0), default=2, show_default=True)
+@click.option("--iters", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--profile", is_flag=True, help="Also show the time of each phase.")
+@click.option("--output-json", type=_PATH, metavar="FILE", help="Store what was measured.")
+@gpu_options
+@reporting
+def bench(
+    folder: Path | None,
+    load_format: str,
+    input_len: int,
+    output_len: int,
+    warmup: int,
+    iters: int,
+    seed: int,
+    profile: bool,
+    output_json: Path | None,
+    **given: Any,
+) -> Report:
+    """Measure milliseconds a token on a GPU."""
+    from dsv2mk.artifacts.artifact import Artifact
+
+    options = GpuOptions(**given)
+    dummy = load_format == "dummy"
+    if folder is None and not (dummy and options.cubin):
+        raise UsageError("no artifact", fix="Name one, or use --load-format dummy --cubin DIR")
+    if output_json is not None:
+        output_json = _writable(output_json, "--output-json")
+    from dsv2mk.runner import bench as measure
+    from dsv2mk.runner.session import world
+
+    artifact = None if folder is None else Artifact.open(folder)
+    started = time.perf_counter()
+    extra = 32 if profile else 0
+    decoder = open_gpu(
+        artifact,
+        options,
+        tokens=input_len + output_len + extra,
+        seed=seed if dummy else None,
+    )
+    opened = time.perf_counter() - started
+    request = measure.Request(
+        input_len=input_len, output_len=output_len, warmup=warmup, iterations=iters, seed=seed
+    )
+    data = measure.bench(decoder, request)
+    if profile:
+        data["profile"] = measure.profile(decoder, extra)
+    side = decoder.sidecar
+    data |= {
+        "device": measure.device_facts(world()[1]),
+        "ctas": decoder.ctas,
+        "kernel_key": side.kernel_key,
+        "digest": artifact.manifest.digest if artifact and not dummy else None,
+        "load_format": load_format,
+        "layers": side.geometry.num_hidden_layers,
+        "hidden_size": side.geometry.hidden_size,
+        "ranks": side.topology.ranks,
+        "input_len": input_len,
+        "output_len": output_len,
+        "warmup": warmup,
+        "iterations": iters,
+        "seconds_to_open": opened,
+    }
+    if output_json is not None:
+        _replace(output_json, (json.dumps(data, indent=1) + "\n").encode())
+    ms = data["ms_per_token"]
+    rows = [
+        ["ms/token", *(f"{name} {ms[name]:.3f}" for name in ("mean", "p50", "p90", "p99"))],
+        ["tokens/s", f"{data['tokens_per_s']:.1f}"],
+        ["read a token", size_text(data["bytes_per_token"])],
+        [
+            "achieved",
+            f"{data['achieved_tb_s']:.2f} TB/s",
+            f"{100 * data['share_of_read_bandwidth']:.0f}%",
+            f"of {data['read_bandwidth_tb_s']:.2f} TB/s",
+        ],
+    ]
+    wide = max(len(row) for row in rows)
+    text = table_text([row + [""] * (wide - len(row)) for row in rows])
+    if profile:
+        parts = [["hop", "work us", "wait us"]]
+        parts += [
+            [part["hop"], f"{part['work_us']:.2f}", f"{part['wait_us']:.2f}"]
+            for part in data["profile"]
+        ]
+        text += "\n\n" + table_text(parts, frozenset({1, 2}))
+    shown = {name: value for name, value in data.items() if name != "samples_ms"}
+    return Report(data=shown if output_json is not None else data, text=text)
+
+
+@click.command()
+@click.argument("folder", type=_PATH, metavar="DIR")
+@click.option(
+    "--reference",
+    "stored",
+    type=_PATH,
+    metavar="FILE",
+    help="Logits stored by `generate --logits`; else the reference decoder runs.",
+)
+@click.option("--positions", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--free-run", type=click.IntRange(0), default=64, show_default=True, metavar="TOKENS")
+@click.option("--phases", is_flag=True, help="Compare what every phase leaves, on a GPU.")
+@click.option("--strict", is_flag=True, help="Logits must be bit-equal, also from run to run.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--tolerance", type=click.FloatRange(0), default=2e-3, show_default=True)
+@click.option("--output-json", type=_PATH, metavar="FILE", help="Store what was found.")
+@backend_option
+@gpu_options
+@reporting
+def gate(
+    folder: Path,
+    stored: Path | None,
+    positions: int,
+    free_run: int,
+    phases: bool,
+    strict: bool,
+    seed: int,
+    tolerance: float,
+    output_json: Path | None,
+    backend: str,
+    **given: Any,
+) -> Report:
+    """Check a decoder's numbers; exits 1 if they are wrong."""
+    gpu = use_gpu(backend)
+    if not gpu and stored is None:
+        raise UsageError(
+            "the reference decoder cannot be its own reference",
+            fix="Give --reference FILE, made by dsv2mk generate DIR --logits FILE",
+        )
+    if phases and (not gpu or stored is not None):
+        raise UsageError("--phases compares a GPU with the reference decoder, without --reference")
+    if output_json is not None:
+        output_json = _writable(output_json, "--output-json")
+    from dsv2mk.artifacts.artifact import Artifact
+    from dsv2mk.runner.run_gate import GateRequest, run_gate
+
+    artifact = Artifact.open(folder)
+    request = GateRequest(
+        positions=positions,
+        free_run=free_run,
+        phases=phases,
+        strict=strict,
+        seed=seed,
+        tolerance=tolerance,
+        stored=stored,
+    )
+    verdict = run_gate(artifact, request, GpuOptions(**given) if gpu else None)
+    data = {**verdict.data, "passed": not verdict.failures, "failures": verdict.failures}
+    if output_json is not None:
+        _replace(output_json, (json.dumps(data, indent=1) + "\n").encode())
+    lines = [f"FAILED {failure}" for failure in verdict.failures[:20]]
+    if len(verdict.failures) > len(lines):
+        lines.append(f"and {len(verdict.failures) - len(lines)} more")
+    rows = [[name, _short(value)] for name, value in data.items() if name != "failures"]
+    text = "\n".join([table_text(rows), *lines])
+    return Report(data=data, text=text, exit_code=EXIT_CHECK_FAILED if verdict.failures else 0)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(one)}" for name, one in value.items())
+    return str(value)
+
+
+def _check_tokens(token_ids: list[int], geometry: Any) -> None:
+    if bad := [token for token in token_ids if not 0 <= token < geometry.vocab_size]:
+        raise UsageError("token id", expected=f"0 to {geometry.vocab_size - 1}", found=bad[0])
 
 
 def _tokenizer(artifact: Any) -> Any:
@@ -143,11 +379,11 @@ def _stop_tokens(artifact: Any) -> frozenset[int]:
     return frozenset()
 
 
-def _writable(path: Path) -> Path:
-    """Where --logits goes, links followed: a new file, or one to replace."""
+def _writable(path: Path, option: str = "--logits") -> Path:
+    """Where an output goes, links followed: a new file, or one to replace."""
     real = Path(os.path.realpath(path))
     if not real.parent.is_dir() or (os.path.lexists(real) and not real.is_file()):
-        raise UsageError("--logits", expected="a file in a folder that exists", found=path)
+        raise UsageError(option, expected="a file in a folder that exists", found=path)
     return real
 
 
@@ -160,9 +396,14 @@ def _save_logits(path: Path, logits: list[Any], token_ids: list[int]) -> None:
         "logits": torch.stack(logits),
         "token_ids": torch.tensor(token_ids, dtype=torch.int32),
     }
+    _replace(path, save(tensors))  # `save_file` would ignore the umask
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(save(tensors))  # `save_file` would ignore the umask
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError as error:
         error.filename = error.filename or str(path)

@@ -1,13 +1,13 @@
 """The decoder on a GPU: state in device memory, launches of the megakernel, what they leave."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv2mk.manifests.errors import StuckError, UsageError
+from dsv2mk.manifests.errors import ArtifactError, StuckError, UsageError
 from dsv2mk.manifests.sidecar import Sidecar
 from dsv2mk.runner.device import DeviceFacts, Kernel, grid_size, refuse_memory
 from dsv2mk.runner.load import Weights
@@ -133,7 +133,7 @@ class GpuDecoder:
         """
         self._room(steps)
         start, samples = self.position, []
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         events[0].record()
         for first in range(0, steps, MOST_STEPS):
             count = min(MOST_STEPS, steps - first)
@@ -151,6 +151,20 @@ class GpuDecoder:
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions [start, end), fed or chosen."""
         return [int(token) for token in self._tokens[start:end].cpu()]
+
+    @property
+    def logits(self) -> Tensor:
+        """[V] fp32 of the last position, on the device."""
+        return self._logits
+
+    def marked_step(self) -> Tensor:
+        """Decode one token; [L + 1, hops, 2] ns: when CTA 0 arrived at each hop, and went on."""
+        self._profile = True
+        try:
+            self.run(1)
+        finally:
+            self._profile = False
+        return self._marks.cpu()
 
     def exchange(self, name: str, layer: int) -> Tensor:
         """A hop's buffer of a layer (fp32 words) after a traced step, on the device."""
@@ -217,28 +231,33 @@ class GpuDecoder:
 
 
 def generate(
-    decoder: GpuDecoder, prompt: Sequence[int], max_new: int, stop: frozenset[int], burst: int = 64
+    decoder: GpuDecoder,
+    token: int,
+    max_new: int,
+    stop: frozenset[int],
+    note: Callable[[Tensor], None] | None,
+    burst: int = 64,
 ) -> Iterator[int]:
-    """Greedy continuation of a prompt on a new sequence, in launches of `burst` tokens.
+    """Feed a token and decode greedily; ends after max_new tokens or one of `stop`.
 
-    Ends after a token of `stop` or after max_new tokens.
+    note: called with the logits [V] of each position; then a launch decodes one token, else
+    `burst`. Raises ArtifactError if logits are not finite.
     """
-    decoder.reset()
-    decoder.place(prompt)
-    decoder.run(len(prompt))
+    decoder.place([token])
     left = max_new
-    start = len(prompt)
     while left:
-        count = min(burst, left)
-        if count > 1:
-            decoder.run(count - 1)
-        new = decoder.tokens(start, start + count)
-        for token in new:
-            yield token
-            if token in stop:
+        count = 1 if note else min(burst, left)
+        start = decoder.position + 1
+        decoder.run(count)
+        if not decoder.logits.isfinite().all():
+            raise ArtifactError(
+                f"logits at position {decoder.position - 1} are not finite",
+                fix="Are the weights damaged? dsv2mk verify DIR",
+            )
+        if note:
+            note(decoder.logits)
+        for new in decoder.tokens(start, start + count):
+            yield new
+            if new in stop:
                 return
         left -= count
-        start += count
-        if left:
-            decoder.run(1)
-

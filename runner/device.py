@@ -53,7 +53,7 @@ def facts_of(index: int) -> DeviceFacts:
             found=f"{torch.cuda.device_count()} devices",
             fix="--backend reference decodes without a GPU",
         )
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     with torch.cuda.device(index):
         free, _ = torch.cuda.mem_get_info()
     return DeviceFacts(

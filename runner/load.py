@@ -125,9 +125,9 @@ def _copy_pieces(
     errors: list[BaseException],
 ) -> None:
     """One thread's share: read into one buffer while the other is being copied."""
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     buffers = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    events = [torch.cuda.Event() for _ in range(2)]
+    events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
     opened: dict[Path, int] = {}
     try:
         turn = 0
@@ -140,7 +140,7 @@ def _copy_pieces(
             if path not in opened:
                 opened[path] = os.open(path, os.O_RDONLY)
             events[turn].synchronize()
-            _read(opened[path], path, offset, memoryview(buffers[turn].numpy())[:count])
+            _read(opened[path], path, offset, memoryview(buffers[turn].numpy().data)[:count])
             with torch.cuda.stream(stream):
                 target.copy_(buffers[turn][:count], non_blocking=True)
                 events[turn].record(stream)
@@ -202,7 +202,4 @@ def _fill(out: Tensor, spec: TensorSpec, layout: RankLayout, generator: torch.Ge
         values = out.view(kind)
         for start in range(0, values.numel(), piece):
             part = values[start : start + piece]
-            part.copy_(
-                torch.randn(part.numel(), generator=generator, device=out.device).mul_(std)
-            )
-
+            part.copy_(torch.randn(part.numel(), generator=generator, device=out.device).mul_(std))

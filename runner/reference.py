@@ -46,7 +46,9 @@ class ReferenceDecoder:
             }
             for layout in artifact.layouts
         ]
-        self._angles = torch.tensor(self.geometry.inverse_frequencies(), dtype=torch.float64, device=device)
+        self._angles = torch.tensor(
+            self.geometry.inverse_frequencies(), dtype=torch.float64, device=device
+        )
         self._cache: list[list[Tensor]] = [[] for _ in range(self.geometry.num_hidden_layers)]
         self._cache_dtype = cache_dtype
         #: (layer, phase) -> what rank 0 leaves after the phase, of the last step; None: not wanted.

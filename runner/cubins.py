@@ -1,0 +1,87 @@
+"""Which cubin to load: from a folder that was named, the artifact's, or the compiler's cache."""
+
+from pathlib import Path
+
+from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError
+from dsv2mk.manifests.geometry import Geometry
+from dsv2mk.manifests.sidecar import Sidecar, cache_folder, parse_sidecar
+
+
+def find_cubin(
+    arch: str, geometry: Geometry | None, ranks: int | None, given: Path | None, own: Path | None
+) -> tuple[Sidecar, bytes]:
+    """A cubin for this architecture and, where they are given, this model and number of ranks.
+
+    given: a folder or a .cubin file that the user named; else `own`, the artifact's folder, and
+    the compiler's cache are looked through, newest first. Raises NodeError if none fits, saying
+    what there is; ArtifactError for a damaged one; UsageError if `given` offers several models.
+    """
+    if given is not None:
+        found = _named(given)
+        where = str(given)
+    else:
+        found = _in_folder(own) if own is not None and own.is_dir() else []
+        found += _in_cache()
+        where = "the artifact and the cache"
+    fix = f"Compile one: dsv2mk cubin --artifact DIR --arch {arch}, or name it: --cubin DIR"
+    if not found:
+        raise NodeError(f"no cubin in {where}", fix=fix)
+    if geometry is not None:
+        found = [one for one in found if one[0].geometry == geometry]
+        if not found:
+            raise NodeError(f"no cubin in {where} is for this model", fix=fix)
+    fitting = [one for one in found if one[0].arch == arch]
+    if not fitting:
+        offered = ", ".join(sorted({side.arch for side, _ in found}))
+        raise NodeError("no cubin for this GPU", expected=arch, found=offered, fix=fix)
+    if ranks is not None:
+        offered = ", ".join(sorted({str(side.topology.ranks) for side, _ in fitting}))
+        fitting = [one for one in fitting if one[0].topology.ranks == ranks]
+        if not fitting:
+            raise NodeError(
+                "no cubin for this number of ranks", expected=ranks, found=offered, fix=fix
+            )
+    if geometry is None and len({side.kernel_key for side, _ in fitting}) > 1:
+        raise UsageError(f"{where} holds cubins of several models", fix="Name one .cubin file")
+    sidecar, path = fitting[0]
+    try:
+        cubin = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path}: {error.strerror}", fix=fix) from None
+    if not sidecar.matches(cubin):
+        raise ArtifactError(f"{path} is not the cubin that its sidecar describes", fix=fix)
+    return sidecar, cubin
+
+
+def _named(path: Path) -> list[tuple[Sidecar, Path]]:
+    if path.is_dir():
+        return _in_folder(path)
+    sidecar = path.with_suffix(".json")
+    if path.suffix != ".cubin" or not sidecar.is_file():
+        raise UsageError(
+            "--cubin", expected="a folder, or a .cubin file beside its .json", found=path
+        )
+    return [(parse_sidecar(sidecar.read_bytes(), sidecar), path)]
+
+
+def _in_folder(folder: Path) -> list[tuple[Sidecar, Path]]:
+    paths = sorted(folder.glob("*.json"), key=_newest)
+    return [(parse_sidecar(path.read_bytes(), path), path.with_suffix(".cubin")) for path in paths]
+
+
+def _in_cache() -> list[tuple[Sidecar, Path]]:
+    """Whole entries of the cache; what another version has left there is passed over."""
+    found = []
+    for path in sorted(cache_folder().glob("*/kernel.json"), key=_newest):
+        try:
+            found.append((parse_sidecar(path.read_bytes(), path), path.with_suffix(".cubin")))
+        except (OSError, ArtifactError):
+            continue
+    return found
+
+
+def _newest(path: Path) -> tuple[float, str]:
+    try:
+        return -path.stat().st_mtime, str(path)
+    except OSError:
+        return 0.0, str(path)

@@ -1,0 +1,222 @@
+"""The numerical gate: a decoder against a reference, position by position and phase by phase.
+
+A reference is the reference decoder, or logits that `generate --logits` stored. Where two values of
+the reference are closer than twice the largest difference seen at a position, their order is not
+told by it: agreement is asked for only where the reference's margin exceeds that.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dsv2mk.manifests.geometry import Geometry
+from dsv2mk.runner.reference import greedy
+
+#: Bound on ||logits - reference|| / ||reference||.
+TOLERANCE = 2e-3
+#: Bound on a phase's largest difference, over the largest magnitude of the reference's values.
+PHASE_TOLERANCE = 1e-2
+#: What a phase leaves, in the order of a layer; `act` is compared unit by unit.
+PHASES = ("qkv", "q", "q_lat", "latent", "value", "o", "route", "chosen", "act", "down")
+
+
+class Stepper(Protocol):
+    """What decodes: feed a token, get the logits [V] fp32 of the next."""
+
+    def step(self, token: int) -> Tensor:
+        """Feed one token."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Verdict:
+    """Outcome of a gate. `failures` is empty if it passed."""
+
+    data: dict[str, Any]
+    failures: list[str] = field(default_factory=list)
+
+
+def compare(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """Facts about one position's logits [V], and whether they pass."""
+    x, y = got.double().cpu(), want.double().cpu()
+    largest = float((x - y).abs().max())
+    order = y.sort(descending=True, stable=True)
+    top = [int(index) for index in x.sort(descending=True, stable=True).indices[:5]]
+    wanted = [int(index) for index in order.indices[:5]]
+    overlap = len(set(top) & set(wanted)) / len(wanted)
+    told = 2 * largest
+    values = order.values
+    top1_told = len(values) < 2 or float(values[0] - values[1]) > told
+    top5_told = len(values) < 6 or float(values[4] - values[5]) > told
+    error = float((x - y).norm() / y.norm()) if float(y.norm()) else largest
+    facts = {
+        "relative_error": error,
+        "largest_difference": largest,
+        "top1_equal": top[0] == wanted[0],
+        "top1_told": top1_told,
+        "top5_overlap": overlap,
+        "top5_told": top5_told,
+        "finite": bool(x.isfinite().all()),
+    }
+    facts["passes"] = (
+        facts["finite"]
+        and error <= tolerance
+        and (top[0] == wanted[0] or not top1_told)
+        and (overlap == 1.0 or not top5_told)
+    )
+    return facts
+
+
+def gate_positions(
+    candidate: Stepper,
+    tokens: Sequence[int],
+    wanted: Sequence[Tensor] | Callable[[int], Tensor],
+    *,
+    tolerance: float = TOLERANCE,
+    strict: bool = False,
+    after: Callable[[int], None] = lambda position: None,
+) -> Verdict:
+    """Feed `tokens` and compare each position's logits with the reference's.
+
+    wanted: the reference's logits by position, or a function that feeds a token to the reference.
+    strict: they must be bit-equal. `after` is called after each position.
+    """
+    rows, failures = [], []
+    for position, token in enumerate(tokens):
+        want = wanted(token) if callable(wanted) else wanted[position]
+        got = candidate.step(token)
+        facts = compare(got, want, tolerance)
+        if strict:
+            facts["bit_equal"] = torch.equal(got.float().cpu(), want.float().cpu())
+        rows.append(facts)
+        if not facts["passes"]:
+            failures.append(
+                f"position {position}: relative error {facts['relative_error']:.2e}, "
+                f"top-1 {'equal' if facts['top1_equal'] else 'differs'}, "
+                f"top-5 overlap {facts['top5_overlap']:.1f}"
+            )
+        if strict and not facts["bit_equal"]:
+            failures.append(f"position {position}: logits are not bit-equal to the reference's")
+        after(position)
+    told1 = [row for row in rows if row["top1_told"]]
+    told5 = [row for row in rows if row["top5_told"]]
+    data = {
+        "positions": len(rows),
+        "max_relative_error": max(row["relative_error"] for row in rows),
+        "largest_difference": max(row["largest_difference"] for row in rows),
+        "top1_agreement": _mean(row["top1_equal"] for row in rows),
+        "top1_agreement_where_told": _mean(row["top1_equal"] for row in told1),
+        "top5_overlap": _mean(row["top5_overlap"] for row in rows),
+        "top5_overlap_where_told": _mean(row["top5_overlap"] for row in told5),
+        "positions_told": [len(told1), len(told5)],
+        "tolerance": tolerance,
+    }
+    if strict:
+        data["bit_equal"] = all(row["bit_equal"] for row in rows)
+    return Verdict(data=data, failures=failures)
+
+
+def gate_free_run(
+    tokens: Sequence[int], start: int, step: Callable[[int], Tensor] | None, slack: float
+) -> Verdict:
+    """A free-running decode: tokens [start:] were chosen. Not degenerate, and as the reference's.
+
+    step: feeds a token to the reference, which has seen none; a choice is right if the reference's
+    own is no better than it by more than `slack`. None: only the first check is made.
+    """
+    new = list(tokens[start:])
+    failures = []
+    distinct = len(set(new))
+    if len(new) >= 8 and distinct < max(2, len(new) // 16):
+        failures.append(f"free-running decode is degenerate: {distinct} tokens in {len(new)}")
+    equal = 0
+    if step is not None:
+        for position, token in enumerate(tokens[:-1]):
+            logits = step(token).double().cpu()
+            if position + 1 < start:
+                continue
+            chosen, best = tokens[position + 1], greedy(logits)
+            equal += chosen == best
+            gap = float(logits[best] - logits[chosen])
+            if not gap <= slack:
+                failures.append(
+                    f"free-running decode chose {chosen} for position {position + 1}, the "
+                    f"reference {best}: its logit is higher by {gap:.2e}, slack {slack:.2e}"
+                )
+    data = {"tokens": len(new), "distinct": distinct, "slack": slack}
+    if step is not None:
+        data["equal_to_reference"] = equal
+    return Verdict(data=data, failures=failures)
+
+
+# ---- phases ----
+
+
+def phases_of(
+    geometry: Geometry, exchange: Callable[[str, int], Tensor], reference: dict[Any, Tensor]
+) -> list[tuple[int, str, Tensor, Tensor]]:
+    """(layer, phase, found, wanted) of all phases of a traced step, in order, fp32 on the CPU."""
+    out = []
+    for layer in range(geometry.num_hidden_layers):
+        for phase in PHASES:
+            if phase == "act":
+                out += _acts(geometry, layer, exchange, reference)
+            elif (layer, phase) in reference:
+                wanted = reference[layer, phase].float().cpu()
+                found = exchange(phase, layer).cpu()
+                if phase == "chosen":
+                    found = torch.stack([found[0].view(torch.int32).float(), found[1]])
+                out.append((layer, phase, found.reshape(wanted.shape), wanted))
+    return out
+
+
+def _acts(
+    geometry: Geometry, layer: int, exchange: Callable[[str, int], Tensor], reference: Any
+) -> list[tuple[int, str, Tensor, Tensor]]:
+    """Units at work: the kernel numbers them always-on first, then by the experts it has chosen."""
+    acts = exchange("act", layer).cpu()
+    if geometry.is_dense(layer):
+        units = list(range(geometry.layer_units(layer)))
+    else:
+        units = list(range(geometry.routed_units, geometry.layer_units(layer)))
+        for expert in exchange("chosen", layer).cpu()[0].view(torch.int32).tolist():
+            first = expert * geometry.expert_units
+            units += range(first, first + geometry.expert_units)
+    return [
+        (layer, f"act of unit {unit}", acts[index], reference[layer, f"act {unit}"].float().cpu())
+        for index, unit in enumerate(units)
+        if (layer, f"act {unit}") in reference
+    ]
+
+
+def first_difference(
+    phases: Sequence[tuple[int, str, Tensor, Tensor]], tolerance: float = PHASE_TOLERANCE
+) -> tuple[dict[str, float], str | None]:
+    """Largest scaled difference of each kind of phase, and the first phase past the tolerance.
+
+    The text names layer, phase and element.
+    """
+    worst: dict[str, float] = {}
+    first = None
+    for layer, phase, found, wanted in phases:
+        scale = float(wanted.abs().max()) or 1.0
+        difference = (found.double() - wanted.double()).abs() / scale
+        difference = difference.nan_to_num(nan=float("inf"))
+        largest = float(difference.max())
+        kind = phase.split()[0]
+        worst[kind] = max(worst.get(kind, 0.0), largest)
+        if largest > tolerance and first is None:
+            index = int((difference.flatten() > tolerance).nonzero()[0])
+            place = [int(i) for i in torch.unravel_index(torch.tensor(index), found.shape)]
+            first = (
+                f"layer {layer}, phase {phase}, element {place}: expected "
+                f"{float(wanted[tuple(place)]):.6g}, found {float(found[tuple(place)]):.6g}"
+            )
+    return worst, first
+
+
+def _mean(values: Any) -> float | None:
+    numbers = [float(value) for value in values]
+    return sum(numbers) / len(numbers) if numbers else None

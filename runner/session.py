@@ -1,0 +1,155 @@
+"""From a command line to a decoder on a GPU: what every GPU command shares."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dsv2mk.artifacts.artifact import Artifact
+from dsv2mk.artifacts.console import progress
+from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError
+
+_PATH = click.Path(path_type=Path)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GpuOptions:
+    """How to get a decoder onto a GPU, as given on the command line."""
+
+    cubin: Path | None
+    context: int | None
+    ctas: int
+    timeout: float
+    verify: str
+
+
+def backend_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--backend`."""
+    return click.option(
+        "--backend",
+        type=click.Choice(["auto", "gpu", "reference"]),
+        default="auto",
+        show_default=True,
+        help="auto: gpu where there is one.",
+    )(function)
+
+
+def gpu_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of GpuOptions, each a parameter of the command."""
+    options = [
+        click.option("--cubin", type=_PATH, metavar="DIR|FILE", help="Where the cubin is."),
+        click.option(
+            "--context", type=click.IntRange(1), help="Tokens that the cache has room for."
+        ),
+        click.option("--ctas", type=click.IntRange(0), default=0, help="CTAs; 0: one an SM."),
+        click.option(
+            "--timeout",
+            type=click.FloatRange(0.001, 1800),
+            default=10.0,
+            show_default=True,
+            help="Seconds that a wait inside the kernel may take.",
+        ),
+        click.option(
+            "--verify",
+            type=click.Choice(["none", "sample", "full"]),
+            default="none",
+            show_default=True,
+            help="Hash the artifact before it is loaded.",
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def use_gpu(backend: str) -> bool:
+    """Whether to decode on a GPU."""
+    if backend != "auto":
+        return backend == "gpu"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def world() -> tuple[int, int]:
+    """(world size, device index) of this process: from torchrun's variables, else (1, 0)."""
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    except ValueError:
+        raise UsageError("WORLD_SIZE and LOCAL_RANK", expected="integers") from None
+
+
+def open_gpu(
+    artifact: Artifact | None,
+    options: GpuOptions,
+    *,
+    tokens: int,
+    trace: bool = False,
+    seed: int | None = None,
+) -> Any:
+    """A GpuDecoder of this process's rank with room for `tokens`, or for --context if that is set.
+
+    With a seed the weights are random ones in the layout of the artifact or, without an artifact,
+    of the cubin. Everything that can be refused is refused before a byte is copied. Raises
+    NodeError, ArtifactError, UsageError.
+    """
+    import torch
+
+    from dsv2mk.manifests.layout import RankLayout
+    from dsv2mk.runner import device as gpu
+    from dsv2mk.runner.cubins import find_cubin
+    from dsv2mk.runner.decoder import GpuDecoder
+    from dsv2mk.runner.load import dummy_weights, load_weights, weight_bytes
+
+    size, index = world()
+    facts = gpu.facts_of(index)
+    geometry = artifact.manifest.geometry if artifact else None
+    ranks = artifact.manifest.topology.ranks if artifact else None
+    own = artifact.path / "cubin" if artifact else None
+    if artifact is not None and size != ranks:
+        raise NodeError(
+            "world size",
+            expected=f"{ranks}, one process a rank of the artifact",
+            found=size,
+            fix=f"torchrun --nproc_per_node={ranks} -m dsv2mk.runner ...",
+        )
+    sidecar, cubin = find_cubin(facts.arch, geometry, ranks, options.cubin, own)
+    gpu.refuse_misfit(sidecar, facts, ranks=ranks or sidecar.topology.ranks, world=size)
+    layout = RankLayout(geometry=sidecar.geometry, topology=sidecar.topology, rank=0)
+    context = options.context or tokens
+    GpuDecoder.refuse_memory(sidecar, facts, weight_bytes(layout), context, trace=trace)
+    device = torch.device("cuda", index)
+    if seed is not None:
+        weights = dummy_weights(layout, device, seed)
+    else:
+        assert artifact is not None
+        check(artifact, options.verify)
+        with progress(weight_bytes(layout), "load") as bar:
+            weights = load_weights(artifact, 0, device, bar.update)
+    return GpuDecoder(
+        weights,
+        cubin,
+        sidecar,
+        index=index,
+        context=context,
+        ctas=options.ctas,
+        timeout=options.timeout,
+        trace=trace,
+    )
+
+
+def check(artifact: Artifact, verify: str) -> None:
+    """Hash an artifact's files: none, a sample, or full. Raises ArtifactError for a damaged one."""
+    if verify == "none":
+        return
+    sample = 100.0 if verify == "full" else 5.0
+    with progress(artifact.bytes_to_verify(sample), "verify") as bar:
+        problems = artifact.verify(sample, bar.update)
+    if problems:
+        name, problem = next(iter(problems.items()))
+        raise ArtifactError(
+            f"{artifact.path / name}: {problem}", fix="dsv2mk verify DIR tells about all files"
+        )
