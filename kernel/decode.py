@@ -25,6 +25,7 @@ from dsv2mk.kernel.plan import (
     SERVICE_REGISTERS,
     THREADS,
     WARPS,
+    WINDOW,
     Plan,
 )
 
@@ -325,7 +326,7 @@ def _push_cache(env: Env, policy, chunk, n, layer, position):
     if end > position:
         wait_mbarrier(env, env.at("new_kv"), n & 1, where("kv stream", layer))
     ptx.fence_async()
-    window = max(2, round(40 * 1024 / (KV_CHUNK * row_bytes)))
+    window = max(2, round(WINDOW / (KV_CHUNK * row_bytes)))
     at = chunk
     for token in cutlass.range(first, end, KV_CHUNK, unroll=1):
         count = cutlass.min(end - token, KV_CHUNK) * row_bytes

@@ -3,11 +3,17 @@
 Contract
 --------
 Two producer warps walk through the phases of the decode in the order in which the consumers do, and
-`push` each chunk that the CTA owns, one the even ones and one the odd ones. The consumers take
-chunk c with `land` and hand its slot back with `release`. Both sides count chunks from the start of
-the launch: chunk c lives in slot c % slots, and its use of the slot has parity (c / slots) & 1. How
-many chunks a phase has is a function of the plan, the CTA, the position and, for routed units, the
-routing, so both sides agree on it without talking.
+`push` each chunk that the CTA owns, one those of even slots and one those of odd slots. The
+consumers take chunk c with `land` and hand its slot back with `release`. Both sides count chunks
+from the start of the launch: chunk c lives in slot c % slots, and its use of the slot has parity
+(c / slots) & 1. How many chunks a phase has is a function of the plan, the CTA, the position and,
+for routed units, the routing, so both sides agree on it without talking.
+
+A parity tells which of two phases is over, so nobody may ask for a phase that is two ahead. A slot
+belongs to one producer, which has itself waited for the slot's last use but one; and a consumer
+looks at `issued`, by which the producer says that it has opened the slot for the chunk, before it
+looks at the parity. (The window's wait may be answered too early, if the other producer lags:
+then more is in flight for a moment.)
 
 A producer never waits for data that a chunk does not depend on. It runs ahead of the consumers
 by as much as the ring holds, with two exceptions: KV chunks wait for the cache to be complete, and
@@ -65,13 +71,9 @@ def parity_of(env: Env, chunk):
 
 @cute.jit
 def land(env: Env, chunk, layer):
-    """Wait until a chunk is there; its address.
-
-    A phase's parity says which of two phases is over, so nobody may ask for one that is two ahead:
-    the slot must have been opened for this chunk first.
-    """
+    """Wait until a chunk is there; its address."""
     at = where("weight stream", layer)
-    wait_word(env, env.at("issued") + (chunk & 1) * 4, chunk + 1, at)
+    wait_word(env, issued_word(env, chunk), chunk + 1, at)
     bar = env.at("full") + (chunk % env.plan.slots) * 8
     wait_mbarrier(env, bar, parity_of(env, chunk), at)
     return slot_address(env, chunk)
@@ -86,8 +88,13 @@ def release(env: Env, chunk):
 
 
 def is_mine(env: Env, chunk):
-    """Whether this producer warp issues a chunk."""
-    return (chunk & 1) == env.warp - PRODUCERS[0]
+    """Whether this producer warp issues a chunk: by the slot, so that a slot has one producer."""
+    return (chunk % env.plan.slots & 1) == env.warp - PRODUCERS[0]
+
+
+def issued_word(env: Env, chunk):
+    """Where the producer of a chunk's slot says how far it is."""
+    return env.at("issued") + (chunk % env.plan.slots & 1) * 4
 
 
 @cute.jit
@@ -111,7 +118,7 @@ def open_slot(env: Env, chunk, window: cutlass.Constexpr, count, layer):
     if running != 0:
         if env.lane == 0:
             ptx.mbarrier_expect(env.at("full") + (chunk % slots) * 8, count)
-            ptx.sts_release(env.at("issued") + (chunk & 1) * 4, chunk + 1)
+            ptx.sts_release(issued_word(env, chunk), chunk + 1)
     ptx.sync_warp()
     return running
 

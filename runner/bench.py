@@ -23,6 +23,7 @@ class Request:
     warmup: int
     iterations: int
     seed: int = 0
+    skip_prompt: bool = False  # random values in the cache rather than a prompt that is decoded
 
 
 def bench(decoder: GpuDecoder, request: Request) -> dict[str, Any]:
@@ -36,8 +37,11 @@ def bench(decoder: GpuDecoder, request: Request) -> dict[str, Any]:
     samples: list[float] = []
     seconds = []
     for iteration in range(request.warmup + request.iterations):
-        decoder.reset()
-        decoder.feed(prompt)
+        if request.skip_prompt:
+            decoder.skip(request.input_len, request.seed)
+        else:
+            decoder.reset()
+            decoder.feed(prompt)
         timed = decoder.run(request.output_len, timed=True)
         assert timed is not None
         if iteration >= request.warmup:

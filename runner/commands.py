@@ -177,6 +177,11 @@ def _on_gpu(
 )
 @click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--output-len", type=click.IntRange(1), default=1008, show_default=True)
+@click.option(
+    "--skip-prompt",
+    is_flag=True,
+    help="Fill the cache with random values instead of decoding a prompt of --input-len.",
+)
 @click.option("--warmup", type=click.IntRange(0), default=2, show_default=True)
 @click.option("--iters", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
@@ -189,6 +194,7 @@ def bench(
     load_format: str,
     input_len: int,
     output_len: int,
+    skip_prompt: bool,
     warmup: int,
     iters: int,
     seed: int,
@@ -219,7 +225,12 @@ def bench(
     )
     opened = time.perf_counter() - started
     request = measure.Request(
-        input_len=input_len, output_len=output_len, warmup=warmup, iterations=iters, seed=seed
+        input_len=input_len,
+        output_len=output_len,
+        warmup=warmup,
+        iterations=iters,
+        seed=seed,
+        skip_prompt=skip_prompt,
     )
     data = measure.bench(decoder, request)
     if profile:
@@ -236,6 +247,7 @@ def bench(
         "ranks": side.topology.ranks,
         "input_len": input_len,
         "output_len": output_len,
+        "skip_prompt": skip_prompt,
         "warmup": warmup,
         "iterations": iters,
         "seconds_to_open": opened,

@@ -104,6 +104,18 @@ class GpuDecoder:
             generator = torch.Generator(self.cache.device).manual_seed(noise)
             self.cache.view(torch.int16).random_(-32768, 32768, generator=generator)
 
+    def skip(self, tokens: int, seed: int = 0) -> None:
+        """Start another sequence at position `tokens`, its cache filled with random values.
+
+        For measurements at a context that would take long to decode.
+        """
+        self._room(tokens)
+        generator = torch.Generator(self.cache.device).manual_seed(seed)
+        self.cache.normal_(generator=generator)
+        self._tokens[tokens] = 0
+        self.position = tokens
+        self._known = tokens + 1
+
     def step(self, token: int) -> Tensor:
         """Feed one token; logits [V] fp32 of the next, on the device, valid until the next call."""
         self.feed([token])

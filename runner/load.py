@@ -21,7 +21,7 @@ from dsv2mk.manifests.layout import PARTS, RankLayout, TensorSpec
 
 #: Bytes of a pinned buffer, and threads that read.
 STAGE_BYTES = 16 << 20
-THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(16, os.cpu_count() or 1)
 #: Bytes that an allocation is longer: the kernel copies scales in whole 16 bytes.
 SLACK = 256
 
