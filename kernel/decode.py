@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, const_expr
 from dsv2mk.kernel import attention, ffn, head, ptx, router, stream
 from dsv2mk.kernel.env import Env, where
 from dsv2mk.kernel.gemv import consume, load_gamma, load_pairs, load_vectors, norm, pairs_of
-from dsv2mk.kernel.hops import arrive, publish_row, sync, wait, wait_mbarrier, watchdog
+from dsv2mk.kernel.hops import arrive, publish_row, sync, wait, wait_mbarrier, wait_word, watchdog
 from dsv2mk.kernel.parameters import PARAMETERS
 from dsv2mk.kernel.plan import (
     CONSUMER_REGISTERS,
@@ -44,6 +44,7 @@ def decode(env: Env):
             ptx.mbarrier_init(env.at(name), Int32(1))
         for index in cutlass.range_constexpr(len(PRODUCERS)):
             ptx.sts(env.at("issued") + index * 4, Int32(0))
+            ptx.sts(env.at("pushed") + index * 4, Int32(0))
         for name in ("abort", "finished"):
             ptx.sts(env.at(name), Int32(0))
         for warp in cutlass.range_constexpr(WARPS + 4):
@@ -140,6 +141,7 @@ def _token(env: Env, chunk, token, left):
             chunk = attention.project(env, chunk, "hidden", layer)
         arrive(env, "qkv", layer)
         wait(env, "qkv", n, layer)
+        _meet_producers(env, step_of(env, left) * layers + layer, layer)
         _open_cache(env, "old_kv")
         if const_expr(g.q_lora_rank is not None):
             chunk = attention.project(env, chunk, "latent", layer)
@@ -187,6 +189,19 @@ def _token(env: Env, chunk, token, left):
     gamma = load_gamma(env, env.weight("final_norm"), hidden)
     norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
     return head.head(env, chunk)
+
+
+@cute.jit
+def _meet_producers(env: Env, n, layer):
+    """The first thread waits until both producers are past all n layers of the launch before this.
+
+    They are, unless a CTA owns next to nothing. But a producer that lagged by two layers would take
+    a phase of `old_kv`, `new_kv` or `routed` for the one before it.
+    """
+    env = env.again()
+    if env.thread == 0:
+        for index in cutlass.range_constexpr(len(PRODUCERS)):
+            wait_word(env, env.at("pushed") + index * 4, n, where("kv stream", layer))
 
 
 @cute.jit
@@ -309,7 +324,10 @@ def _push_layer(env: Env, policy, chunk, step, layer, position):
             ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, index == first, layer)
         chunk = chunk + last - first
         count = count + routed
-    return ffn.push_down(env, policy, chunk, units, count, layer)
+    chunk = ffn.push_down(env, policy, chunk, units, count, layer)
+    if env.lane == 0:
+        ptx.sts_release(env.at("pushed") + (env.warp - PRODUCERS[0]) * 4, n + 1)
+    return chunk
 
 
 @cute.jit

@@ -311,6 +311,7 @@ class Plan:
             "old_kv": 8,  # all tokens before this one are in the cache
             "new_kv": 8,  # and this one
             "issued": 8,  # by each producer: one more than the last chunk it has opened a slot for
+            "pushed": 8,  # by each producer: layers of the launch that it has issued all of
             "abort": 4,
             "finished": 4,  # the consumers are done with the launch
             "waits": (WARPS + 4) * 16,  # what each warp waits for: see hops.py
