@@ -1,1 +1,1 @@
-"""Place of the decode megakernel; until it is there, `dsv2mk.runner.reference` decodes."""
+"""The decode megakernel in CuTe-DSL, a module a concern, and its compile step. See decode.py."""

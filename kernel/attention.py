@@ -172,7 +172,7 @@ def append(env: Env, n, layer, position):
 def kv_run(env: Env, position):
     """(tile, first token, end token, runs) of the CTA: its heads, its run of the live tokens.
 
-    The live tokens are cut into runs of at least one pass, at most one a CTA of the tile.
+    There are as many runs as passes, at most one a CTA of the tile, of nearly equal length.
     """
     tiles = env.plan.tiles
     live = position + 1

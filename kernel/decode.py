@@ -25,8 +25,8 @@ from dsv2mk.kernel.plan import (
     SERVICE_REGISTERS,
     THREADS,
     WARPS,
-    WINDOW,
     Plan,
+    window_of,
 )
 
 #: Nanoseconds that a launch which gave up waits for copies that are on their way.
@@ -45,10 +45,11 @@ def decode(env: Env):
         for index in cutlass.range_constexpr(len(PRODUCERS)):
             ptx.sts(env.at("issued") + index * 4, Int32(0))
             ptx.sts(env.at("pushed") + index * 4, Int32(0))
-        for name in ("abort", "finished"):
+        for name in ("abort", "finished", "routed_count"):
             ptx.sts(env.at(name), Int32(0))
         for warp in cutlass.range_constexpr(WARPS + 4):
             ptx.sts(env.at("waits") + warp * 16, Int32(0))
+        ptx.sts(env.at("left"), env.param("steps"))
         ptx.mbarrier_init_fence()
     attention.store_turns(env)
     stream.store_runs(env)
@@ -80,25 +81,23 @@ def consumers(env: Env):
         _note_time(env, Int32(0))
     token = ptx.ldg(env.param("tokens") + Int64(env.param("position")) * 4)
     chunk = Int32(0)
-    left = env.param("steps")
-    while left > 0:
-        chunk = _token(env, chunk, token, left)
-        token = _choose(env, step_of(env, left))
-        left = left - 1
-        if token < 0:
-            token = Int32(0)
-            left = Int32(0)
+    running = env.param("steps") > 0
+    while running:
+        chunk = _token(env, chunk, token)
+        token = _choose(env)
+        running = ptx.lds(env.at("left")) > 0
 
 
-def step_of(env: Env, left):
-    """Number of the token in the launch, from how many are left."""
-    return env.param("steps") - ptx.renew(left)
+def step_of(env: Env):
+    """Number of the consumers' token in the launch."""
+    return env.param("steps") - ptx.lds(env.at("left"))
 
 
 @cute.jit
-def _choose(env: Env, step):
-    """The token at the next position: given, or the argmax; negative if the launch was given up."""
+def _choose(env: Env):
+    """The token at the next position: given, or the argmax. One token less is left, or none."""
     env = env.again()
+    step = step_of(env)
     winner = head.choose(env, env.param("epoch") + step)
     if env.thread == 0:
         following = env.param("position") + step + 1
@@ -107,9 +106,11 @@ def _choose(env: Env, step):
             winner = ptx.ldg(place)
         elif env.cta == 0:
             ptx.stg(place, winner)
+        left = env.param("steps") - step - 1
         if ptx.lds_volatile(env.at("abort")) != 0:
-            winner = Int32(-1)
+            left = Int32(0)
         ptx.sts(env.at("token"), winner)
+        ptx.sts(env.at("left"), left)
         _note_time(env, step + 1)
     sync(env)
     return ptx.lds(env.at("token"))
@@ -124,16 +125,16 @@ def _note_time(env: Env, index):
 
 
 @cute.jit
-def _token(env: Env, chunk, token, left):
+def _token(env: Env, chunk, token):
     """All layers and the head for one token; the number of the chunk after them."""
     env = env.again()
     g, plan = env.plan.geometry, env.plan
     layers, hidden = g.num_hidden_layers, g.hidden_size
-    attention.store_position(env, env.param("position") + step_of(env, left))
+    attention.store_position(env, env.param("position") + step_of(env))
     h = _embed(env, token)
     for index in cutlass.range(layers, unroll=1):
         layer = ptx.renew(index)  # else an address a tensor would be carried through the loop
-        n = (env.param("epoch") + step_of(env, left)) * layers + layer
+        n = (env.param("epoch") + step_of(env)) * layers + layer
         gamma = load_gamma(env, env.layer_weight("attn_norm", layer), hidden)
         norm(env, env.at("x"), h, gamma, hidden, g.rms_norm_eps)
         chunk = _gemv_to(env, chunk, "qkv_a", "qkv", layer)
@@ -141,7 +142,7 @@ def _token(env: Env, chunk, token, left):
             chunk = attention.project(env, chunk, "hidden", layer)
         arrive(env, "qkv", layer)
         wait(env, "qkv", n, layer)
-        _meet_producers(env, step_of(env, left) * layers + layer, layer)
+        _meet_producers(env, step_of(env) * layers + layer, layer)
         _open_cache(env, "old_kv")
         if const_expr(g.q_lora_rank is not None):
             chunk = attention.project(env, chunk, "latent", layer)
@@ -176,7 +177,7 @@ def _token(env: Env, chunk, token, left):
             arrive(env, "route", layer)
         chunk = ffn.gate_up(env, chunk, Int32(0), units.always, False, layer)
         if moe >= 0:
-            n_routed = step_of(env, left) * g.num_moe_layers + moe
+            n_routed = step_of(env) * g.num_moe_layers + moe
             routed = _routed(env, n_routed, layer)
             chunk = ffn.gate_up(env, chunk, units.always, routed, True, layer)
             count = count + routed
@@ -258,14 +259,22 @@ def _rows_to(env: Env, chunk, name: cutlass.Constexpr, layer):
 
 
 @cute.jit
-def _routed(env: Env, n, layer):
-    """Wait for the n-th routing of the launch; how many routed units it lists."""
-    env = env.again()
+def _wait_routed(env: Env, n, layer):
+    """Wait for the n-th routing of the launch; how many routed units it lists. Whole warps."""
     wait_mbarrier(env, env.at("routed"), n & 1, where("routed units", layer))
-    count = ptx.lds(env.at("routed_count"))
-    if ptx.lds_volatile(env.at("abort")) != 0:
-        count = Int32(0)
-    return count
+    return ptx.lds(env.at("routed_count"))
+
+
+@cute.jit
+def _routed(env: Env, n, layer):
+    """`_wait_routed` for the consumers: one warp waits, so that all go on with one number."""
+    env = env.again()
+    if env.warp == 0:
+        count = _wait_routed(env, n, layer)
+        if env.lane == 0:
+            ptx.sts(env.at("count"), count)
+    sync(env)
+    return ptx.lds(env.at("count"))
 
 
 # ---- producer ----
@@ -316,7 +325,7 @@ def _push_layer(env: Env, policy, chunk, step, layer, position):
         ffn.push_gate_up(env, policy, at, slot, index % matrix.chunks, index == first, layer)
     chunk = chunk + last - first
     if moe >= 0:
-        routed = _routed(env, step * g.num_moe_layers + moe, layer)
+        routed = _wait_routed(env, step * g.num_moe_layers + moe, layer)
         first, last = stream.deal(env, routed * matrix.chunks)
         for index in cutlass.range(first, last, unroll=1):
             at = chunk + index - first
@@ -344,7 +353,7 @@ def _push_cache(env: Env, policy, chunk, n, layer, position):
     if end > position:
         wait_mbarrier(env, env.at("new_kv"), n & 1, where("kv stream", layer))
     ptx.fence_async()
-    window = max(2, round(WINDOW / (KV_CHUNK * row_bytes)))
+    window = window_of(KV_CHUNK * row_bytes)
     at = chunk
     for token in cutlass.range(first, end, KV_CHUNK, unroll=1):
         count = cutlass.min(end - token, KV_CHUNK) * row_bytes

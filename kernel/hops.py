@@ -37,6 +37,10 @@ arrived at that hop after it had finished reading X of layer l:
 | down | down and the next qkv (or best) | act |
 | best | best and the next token's qkv | down |
 
+With several ranks `o`, `down` and `best` are written by all of them, and the other hops are a
+rank's own: what orders the ranks are `o` and `down` themselves, each between two uses of the other.
+All ranks must launch the same number of CTAs.
+
 The scout of the last CTA appends to the cache and arrives at the hop after qkv as one arrival
 more. Consumers do not wait for `route`: their scout does, and hands them the list of routed units
 over an mbarrier.

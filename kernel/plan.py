@@ -3,11 +3,11 @@
 | quantity | how | DeepSeek-V2, R = 1 / 8 | why |
 |---|---|---|---|
 | slot | the longest row or KV chunk, 8 to 16 KiB | 10240 | one bulk copy, one warp's work |
-| slots | what shared memory has left over | 15 / 18 | what has landed hides a hop |
+| slots | what shared memory has left over | 14 / 14 | what has landed hides a hop |
 | window | 40 KiB / bytes of a chunk | 4 | more delays the hops, less starves the stream |
 | pieces | row bytes / slot, where a row is longer | 4 of o | they go to one warp, in order |
 | rows a chunk | as fit in a slot, and deal evenly to 132 CTAs | 1 of qkv_a, 32 of w_uk | |
-| down rows | rows of H that a CTA owns, by fours | 40 | sums of a unit's rows stay in registers |
+| down rows | rows of H that a CTA owns, by eights | 40 | sums of a unit's rows stay in registers |
 | head tiles | ceil(heads / 16) | 8 / 1 | one m16 tensor-core tile reads the cache once |
 | min CTAs | head tiles, and what region `x` holds | 8 / 1 | a smaller grid is refused |
 
@@ -44,6 +44,8 @@ KV_CHUNK, KV_CHUNKS = 8, 8
 TILE = 16
 #: Elements that a lane takes at a time from a row of a GEMV.
 STEP = 8
+#: Slots that a ring must have.
+MIN_SLOTS = 8
 #: Longest slot, and shortest that a chunk of rows aims at.
 MAX_SLOT, MIN_SLOT = 16384, 8192
 
@@ -66,6 +68,11 @@ def vector_bytes(width: int) -> int:
     """Bytes that a vector of `width` fp32 takes in shared memory: whole steps. See gemv.py."""
     step = STEP * lanes_of(width)
     return -(-width // step) * step * 4
+
+
+def window_of(chunk_bytes: int) -> int:
+    """Chunks of this size that are in flight: an even number, half of them of each producer."""
+    return min(max(2, 2 * round(WINDOW / chunk_bytes / 2)), MIN_SLOTS)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -91,7 +98,7 @@ class Matrix:
     @property
     def window(self) -> int:
         """Chunks in flight."""
-        return max(2, round(WINDOW / self.chunk_bytes))
+        return window_of(self.chunk_bytes)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -116,6 +123,7 @@ class Plan:
                     f"the kernel: {name}", expected=f"a multiple of {factor}", found=value
                 )
         limits = [
+            ("hidden_size", g.hidden_size, MAX_SLOT // 2),
             ("kv_lora_rank", g.kv_lora_rank, 512),
             ("n_routed_experts", g.n_routed_experts, 512),
         ]
@@ -123,10 +131,10 @@ class Plan:
         for name, value, most in limits:
             if value > most:
                 raise InputError(f"the kernel: {name}", expected=f"at most {most}", found=value)
-        if self.slots < 8:
+        if self.slots < MIN_SLOTS:
             raise InputError(
                 "the kernel: shared memory for the weight ring of this geometry",
-                expected="at least 8 slots",
+                expected=f"at least {MIN_SLOTS} slots",
                 found=self.slots,
             )
 
@@ -203,18 +211,25 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Slots of the ring."""
-        return (SMEM - self.ring_offset) // (self.slot + self.scale_bytes)
+        """Slots of the ring: as many as fit, an even number, so that each has one producer."""
+        return (SMEM - self.ring_offset) // (self.slot + self.scale_bytes) // 2 * 2
 
     def matrix(self, rows: int, width: int, item: int, group: int = 1) -> Matrix:
         """Chunks of a matrix of `rows` rows of `width` elements; whole groups of rows a chunk."""
         row_bytes = width * item * group
         if row_bytes > self.slot:
-            pieces = next(
+            fitting = (
                 n
                 for n in range(2, width)
                 if width % (n * 32 * STEP) == 0 and row_bytes // n <= self.slot
             )
+            pieces = next(fitting, 0)
+            if not pieces:
+                raise InputError(
+                    "the kernel: a row that is cut to fit a slot",
+                    expected=f"{32 * STEP}-element pieces of at most {self.slot} bytes",
+                    found=f"{width} elements",
+                )
             return Matrix(rows=rows, row_bytes=row_bytes, width=width, chunk_rows=1, pieces=pieces)
         most = self.slot // row_bytes
 
@@ -295,7 +310,7 @@ class Plan:
     @property
     def down_window(self) -> int:
         """Chunks of down in flight."""
-        return max(2, round(WINDOW / (self.down_units * self.down_rows * BLOCK)))
+        return window_of(self.down_units * self.down_rows * BLOCK)
 
     # ---- shared memory ----
 
@@ -307,7 +322,8 @@ class Plan:
             "full": 32 * 8,  # an mbarrier a slot: landed
             "empty": 32 * 8,  # an mbarrier a slot: consumed
             "routed": 8,  # an mbarrier: the list of routed units is there
-            "routed_count": 8,  # and how many it lists
+            "routed_count": 4,  # how many it lists
+            "count": 4,  # as the consumers have it
             "old_kv": 8,  # all tokens before this one are in the cache
             "new_kv": 8,  # and this one
             "issued": 8,  # by each producer: one more than the last chunk it has opened a slot for
@@ -316,7 +332,8 @@ class Plan:
             "finished": 4,  # the consumers are done with the launch
             "waits": (WARPS + 4) * 16,  # what each warp waits for: see hops.py
             "position": 4,  # of the consumers
-            "token": 8,
+            "token": 4,
+            "left": 4,  # tokens of the launch, this one included
             "runs": len(self.runs) * 8,  # [first, end) of the CTA, of each
             "units": 16,  # of the rank in a layer: ffn.store_units
             "kv_run": 16,  # of this token: attention.kv_run

@@ -8,8 +8,8 @@ mbarrier `routed`. Consumers and producer wait for it: the consumers after the a
 which need no routing, the producer before it issues the first routed unit.
 
 The list may be rewritten in the next layer: the scout then has seen the hop `route`, at which this
-CTA's consumers arrived after they had read the list, and they could not have read to its end before
-the producer had issued all of it.
+CTA's consumers arrived after they had read the list; and the producers have issued all of the
+layer before: see decode._meet_producers.
 
 Choice: softmax over all experts in fp32; the groups with the highest maxima; experts outside of
 them count 0; the highest num_experts_per_tok; weight = score * routed_scaling_factor. Of equals the

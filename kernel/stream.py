@@ -3,25 +3,25 @@
 Contract
 --------
 Two producer warps walk through the phases of the decode in the order in which the consumers do, and
-`push` each chunk that the CTA owns, one those of even slots and one those of odd slots. The
-consumers take chunk c with `land` and hand its slot back with `release`. Both sides count chunks
+`push` each chunk that the CTA owns, one the even ones and one the odd ones. The consumers take
+chunk c with `land` and hand its slot back with `release`. Both sides count chunks
 from the start of the launch: chunk c lives in slot c % slots, and its use of the slot has parity
 (c / slots) & 1. How many chunks a phase has is a function of the plan, the CTA, the position and,
 for routed units, the routing, so both sides agree on it without talking.
 
-A parity tells which of two phases is over, so nobody may ask for a phase that is two ahead. A slot
-belongs to one producer, which has itself waited for the slot's last use but one; and a consumer
-looks at `issued`, by which the producer says that it has opened the slot for the chunk, before it
-looks at the parity. (The window's wait may be answered too early, if the other producer lags:
-then more is in flight for a moment.)
+A parity tells which of two phases is over, so nobody may ask for a phase that is two ahead or two
+behind. The number of slots is even, so that a slot has one producer, and a producer waits for
+phases of its own slots only, which it has opened in order itself; the producers may be any number
+of chunks apart. A consumer looks at `issued`, by which the chunk's producer says that it has opened
+the slot for it, before it looks at the parity.
 
 A producer never waits for data that a chunk does not depend on. It runs ahead of the consumers
 by as much as the ring holds, with two exceptions: KV chunks wait for the cache to be complete, and
 routed units for the routing.
 
-Window: before it issues chunk c, a producer waits until chunk c - window has landed. So about
-40 KiB are in flight, which is what HBM's latency needs; more would queue up in front of the hops'
-loads and atomics.
+Window: before it issues chunk c, a producer waits until its chunk c - window has landed (windows
+are even). So about 40 KiB are in flight, which is what HBM's latency needs; more would queue up in
+front of the hops' loads and atomics.
 
 Why a slot may be refilled: a consumer's lanes have read the chunk, `__syncwarp` orders the lanes,
 lane 0 arrives on `empty`; the producer waits for that phase before it issues the next copy into the
@@ -35,7 +35,7 @@ from cutlass import Int32, Int64, const_expr
 from dsv2mk.kernel import ptx
 from dsv2mk.kernel.env import Env, where
 from dsv2mk.kernel.hops import wait_mbarrier, wait_word
-from dsv2mk.kernel.plan import PRODUCERS
+from dsv2mk.kernel.plan import PRODUCERS, WARPS
 
 
 def deal(env: Env, total):
@@ -88,13 +88,13 @@ def release(env: Env, chunk):
 
 
 def is_mine(env: Env, chunk):
-    """Whether this producer warp issues a chunk: by the slot, so that a slot has one producer."""
-    return (chunk % env.plan.slots & 1) == env.warp - PRODUCERS[0]
+    """Whether this producer warp issues a chunk."""
+    return (chunk & 1) == env.warp - PRODUCERS[0]
 
 
 def issued_word(env: Env, chunk):
-    """Where the producer of a chunk's slot says how far it is."""
-    return env.at("issued") + (chunk % env.plan.slots & 1) * 4
+    """Where the producer of a chunk says how far it is."""
+    return env.at("issued") + (chunk & 1) * 4
 
 
 @cute.jit
@@ -103,8 +103,9 @@ def open_slot(env: Env, chunk, window: cutlass.Constexpr, count, layer):
 
     0 after the launch was given up.
     """
-    window = min(window, env.plan.slots)
     slots = env.plan.slots
+    assert window % 2 == 0
+    assert window <= slots
     if chunk >= window:
         before = chunk - window
         bar = env.at("full") + (before % slots) * 8
@@ -150,8 +151,8 @@ def push_matrix(env: Env, policy, chunk, base, name: cutlass.Constexpr, layer):
             push(env, policy, at, source, Int32(size), matrix.window, layer)
     else:
         at = chunk
-        for group in cutlass.range(first, last, 16, unroll=1):
-            rows = cutlass.min(last - group, 16)
+        for group in cutlass.range(first, last, WARPS, unroll=1):
+            rows = cutlass.min(last - group, WARPS)
             for piece in cutlass.range_constexpr(matrix.pieces):
                 for row in cutlass.range(rows, unroll=1):
                     source = base + Int64(group + row) * matrix.row_bytes + piece * size

@@ -13,7 +13,7 @@ from dsv2mk.runner.device import DeviceFacts, Kernel, grid_size, refuse_memory
 from dsv2mk.runner.load import Weights
 
 #: Tokens of one launch at most: bounds what the kernel counts in 32 bits.
-MOST_STEPS = 4096
+MOST_STEPS = 1024
 #: Seconds that a wait inside the kernel may take.
 DEFAULT_TIMEOUT = 10.0
 
@@ -109,6 +109,7 @@ class GpuDecoder:
 
         For measurements at a context that would take long to decode.
         """
+        self.position = 0
         self._room(tokens)
         generator = torch.Generator(self.cache.device).manual_seed(seed)
         self.cache.normal_(generator=generator)
@@ -223,7 +224,8 @@ class GpuDecoder:
             },
         )
         self.position += steps
-        self._epoch = (self._epoch + steps) & 0x7FFFFFFF
+        # The kernel counts in 32 bits and compares differences, so it may wrap around.
+        self._epoch = (self._epoch + steps + 2**31) % 2**32 - 2**31
 
     def _raise_if_stuck(self, start: int) -> None:
         if not int(self._status[0]):

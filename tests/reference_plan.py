@@ -36,6 +36,13 @@ def straddles(plan: Plan) -> list[str]:
     ]
 
 
+def check_window(window: int, chunk_bytes: int) -> None:
+    """About 40 KiB in flight, an even number of chunks, and no more than any ring has slots."""
+    assert window in (2, 4, 6, 8)
+    others = [abs(n * chunk_bytes - 40 * 1024) for n in (2, 4, 6, 8)]
+    assert abs(window * chunk_bytes - 40 * 1024) == min(others)
+
+
 def check_chunks(plan: Plan) -> None:
     for name in (*STREAMED, "gate_up"):
         matrix: Matrix = getattr(plan, name)
@@ -53,7 +60,7 @@ def check_chunks(plan: Plan) -> None:
         assert matrix.chunk_bytes * matrix.pieces == matrix.chunk_rows * row_bytes
         assert matrix.chunk_bytes <= plan.slot
         assert matrix.chunk_bytes % 16 == 0
-        assert matrix.window >= 2
+        check_window(matrix.window, matrix.chunk_bytes)
         if matrix.pieces > 1:
             assert name not in ("gate_up", "lm_head")  # their consumers know whole rows only
             assert (matrix.chunk_rows, matrix.width % matrix.pieces) == (1, 0)
@@ -69,7 +76,7 @@ def check_down(plan: Plan) -> None:
     assert 8 <= plan.down_rows <= 64
     assert 1 <= plan.down_units <= 16  # a lane issues the copies of a unit
     assert plan.down_units * plan.down_rows * 128 <= plan.slot
-    assert plan.down_window >= 2
+    check_window(plan.down_window, plan.down_units * plan.down_rows * 128)
     assert plan.down_scale % 16 == 0
     # Copies start on 16 bytes: at most 12 before the unit's scales.
     assert plan.down_scale >= 4 * blocks + 12
@@ -103,8 +110,9 @@ def needs(plan: Plan) -> dict[str, int]:
     x += [plan.heads_touched(plan.min_ctas) * vector_size(g.kv_lora_rank)]
     return {
         **dict.fromkeys(("full", "empty"), 8 * plan.slots),
-        **dict.fromkeys(("routed", "old_kv", "new_kv", "issued"), 8),
-        **dict.fromkeys(("routed_count", "abort", "finished", "position", "token", "x_top"), 4),
+        **dict.fromkeys(("routed", "old_kv", "new_kv", "issued", "pushed"), 8),
+        **dict.fromkeys(("routed_count", "count", "abort", "finished", "left"), 4),
+        **dict.fromkeys(("position", "token", "x_top"), 4),
         "waits": constants.THREADS // 32 * 16,
         "runs": 8 * 8,
         "units": 12,
@@ -134,8 +142,8 @@ def check_shared_memory(plan: Plan) -> None:
         end = start + sizes[name]
     assert plan.smem["ring"] % 128 == 0
     assert plan.smem_bytes == end <= 226 * 1024
-    assert end + plan.slot + plan.scale_bytes > 226 * 1024  # no slot is left out
-    assert 8 <= plan.slots <= 32  # a pass of attention; mbarriers
+    assert end + 2 * (plan.slot + plan.scale_bytes) > 226 * 1024  # no pair of slots is left out
+    assert plan.slots in range(8, 33, 2)  # a pass of attention; mbarriers; a producer a slot
 
 
 # ---- workspace ----

@@ -1,0 +1,181 @@
+"""`gate` and `generate` as on a GPU, with a decoder that runs here: what they ask of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeDecoder
+from helpers import Call, make_artifact, make_snapshot, small_config
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dsv2mk.artifacts.artifact import Artifact
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = small_config(num_hidden_layers=2, max_position_embeddings=200)
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    snapshot = make_snapshot(tmp_path / "snapshot", CONFIG)
+    return make_artifact(snapshot, 1, tmp_path / "artifact")
+
+
+# ---- gate ----
+
+
+def gate_gpu(
+    dsv2mk: Call, monkeypatch: pytest.MonkeyPatch, decoder: FakeDecoder, *args: object
+) -> tuple[int, dict[str, Any]]:
+    asked: list[tuple[int, bool]] = []
+
+    def opened(artifact: Artifact, options: object, *, tokens: int, trace: bool) -> FakeDecoder:
+        asked.append((tokens, trace))
+        return decoder
+
+    monkeypatch.setattr("dsv2mk.runner.run_gate.open_gpu", opened)
+    options = ["--backend", "gpu", "--positions", 6, "--free-run", 20, "--json", *args]
+    done = dsv2mk("gate", decoder.artifact.path, *options)
+    assert asked == [(8 + 20 + 1, "--phases" in args)]
+    return done.code, done.json
+
+
+def test_a_decoder_as_the_reference_passes(
+    artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = FakeDecoder(artifact)
+    args = ["--phases", "--strict", "--seed", 3]
+    code, data = gate_gpu(dsv2mk, monkeypatch, decoder, *args)
+    assert (code, data["failures"], data["backend"]) == (0, [], "gpu")
+    assert (data["positions"], data["max_relative_error"]) == (6, 0.0)
+    kinds = ["act", "chosen", "down", "latent", "o", "q", "q_lat", "qkv", "route", "value"]
+    assert data["phases"] == dict.fromkeys(kinds, 0.0)
+    assert data["runs_bit_equal"]
+    assert data["free_run"] == {
+        **{"tokens": 20, "slack": 0.0, "equal_to_reference": 20},
+        "distinct": data["free_run"]["distinct"],
+    }
+    assert (data["kernel_key"], data["ctas"], data["seed"]) == (decoder.sidecar.kernel_key, 7, 3)
+    # Positions, two more runs of them, and the free run in one launch; each on a noisy cache.
+    assert decoder.launches == [1] * 18 + [6 + 20 - 1]
+    assert len(decoder.noises) == 4
+    assert None not in decoder.noises
+
+
+def test_a_phase_that_differs_is_named(
+    artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(position: int, words: dict[tuple[str, int], Tensor]) -> None:
+        if position >= 2:
+            words["q_lat", 1][3, 4] += 100
+            words["down", 1][0, 5] = math.nan
+
+    decoder = FakeDecoder(artifact, spoil=spoil)
+    code, data = gate_gpu(dsv2mk, monkeypatch, decoder, "--phases")
+    (failure,) = data["failures"]
+    assert code == 1
+    assert failure.startswith("position 2: layer 1, phase q_lat, element [3, 4]: expected ")
+    assert sorted(name for name, worst in data["phases"].items() if worst) == ["down", "q_lat"]
+
+
+def test_a_decoder_that_is_off_at_one_position_fails(
+    artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off(position: int, logits: Tensor) -> Tensor:
+        return logits.roll(1) if position == 4 else logits
+
+    code, data = gate_gpu(dsv2mk, monkeypatch, FakeDecoder(artifact, off))
+    assert code == 1
+    assert [failure[:11] for failure in data["failures"]] == ["position 4:"]
+
+
+def test_a_decoder_that_changes_from_run_to_run_fails_strict(
+    artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsteady(position: int, logits: Tensor) -> Tensor:
+        return logits * (1 + len(decoder.noises) * 2**-20)
+
+    decoder = FakeDecoder(artifact, unsteady)
+    assert gate_gpu(dsv2mk, monkeypatch, decoder)[0] == 0
+    code, data = gate_gpu(dsv2mk, monkeypatch, decoder, "--strict")
+    assert (code, data["runs_bit_equal"]) == (1, False)
+    assert data["failures"] == ["two runs of one decoder gave logits that are not bit-equal"]
+
+
+def test_a_free_run_that_goes_astray_fails(
+    artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def astray(position: int, logits: Tensor) -> Tensor:
+        return logits if position < 10 else torch.nn.functional.one_hot(torch.tensor(7), 301)
+
+    code, data = gate_gpu(dsv2mk, monkeypatch, FakeDecoder(artifact, astray))
+    assert (code, data["max_relative_error"]) == (1, 0.0)
+    chosen = [f"free-running decode chose 7 for position {at}," for at in range(11, 26)]
+    assert [failure[: len(chosen[-1])] for failure in data["failures"]] == chosen
+
+
+# ---- generate ----
+
+
+@pytest.fixture
+def decoder(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> FakeDecoder:
+    """What `generate` gets; it must ask for room for all tokens."""
+    fake = FakeDecoder(artifact)
+
+    def opened(opened_: Artifact, options: object, *, tokens: int) -> FakeDecoder:
+        assert opened_.path == artifact.path
+        fake.room = tokens
+        return fake
+
+    monkeypatch.setattr("dsv2mk.runner.commands.open_gpu", opened)
+    return fake
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("ids", [[7], [5, 0, 300, 7]])
+def test_tokens_and_logits_are_the_reference_s(
+    keep: bool, ids: list[int], decoder: FakeDecoder, tmp_path: Path, dsv2mk: Call
+) -> None:
+    args = ["generate", decoder.artifact.path, "--max-new", 70, "--ignore-eos", "--json"]
+    args += ["--token-ids", ",".join(map(str, ids))]
+    results, files = {}, {}
+    for backend in ("reference", "gpu"):
+        files[backend] = tmp_path / backend
+        more = ["--logits", files[backend]] if keep else []
+        done = dsv2mk(*args, "--backend", backend, *more)
+        assert done.code == 0
+        results[backend] = done.json
+        assert results[backend].pop("backend") == backend
+        assert results[backend].pop("tokens_per_s") > 0
+    assert results["gpu"] == results["reference"]
+    assert len(results["gpu"]["token_ids"]) == 70
+    assert decoder.room == len(ids) + 70
+    assert decoder.launches == [1] * (len(ids) - 1) + ([1] * 70 if keep else [64, 6])
+    if keep:
+        stored = {backend: load_file(file) for backend, file in files.items()}
+        assert stored["gpu"]["logits"].shape == (len(ids) + 69, 301)
+        for name in ("logits", "token_ids"):
+            assert torch.equal(stored["gpu"][name], stored["reference"][name])
+
+
+def test_a_stop_token_ends_it(decoder: FakeDecoder, dsv2mk: Call) -> None:
+    args = ["generate", decoder.artifact.path, "--token-ids", "5,6", "--json", "--backend"]
+    free = dsv2mk(*args, "reference", "--max-new", 30, "--ignore-eos").json["token_ids"]
+    eos = free[17]
+    assert eos not in free[:17]
+    path = decoder.artifact.path / "generation_config.json"
+    path.write_text(path.read_text().replace("257", str(eos)))
+    assert str(eos) in path.read_text()
+    assert path.stat().st_size == decoder.artifact.manifest.files[path.name].size
+    done = dsv2mk(*args, "gpu", "--max-new", 30).json
+    assert (done["token_ids"], done["stopped"]) == (free[:18], "eos")
+
+
+def test_what_only_the_reference_decoder_can_is_refused(decoder: FakeDecoder, dsv2mk: Call) -> None:
+    args = ["generate", decoder.artifact.path, "--token-ids", "5", "--max-new", 1]
+    done = dsv2mk(*args, "--backend", "gpu", "--cache-dtype", "fp32")
+    assert (done.code, "--backend reference" in done.err) == (2, True)
+    assert decoder.launches == []

@@ -1,0 +1,367 @@
+"""What does not fit this node: refused with exit code 12, before anything is loaded."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import CUBIN, facts, make_sidecar, put_cubin
+from helpers import Call, Done, flip_byte, make_artifact, tiny_config
+
+from dsv2mk.artifacts.artifact import Artifact
+from dsv2mk.manifests.errors import NodeError
+from dsv2mk.manifests.geometry import Geometry
+from dsv2mk.runner.decoder import GpuDecoder
+from dsv2mk.runner.device import (
+    DeviceFacts,
+    Kernel,
+    facts_of,
+    grid_size,
+    refuse_memory,
+    refuse_misfit,
+)
+
+GEOMETRY = Geometry.from_config(tiny_config())
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of other processes
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "DSV2MK_CUBIN_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def assert_says(error: NodeError, expected: str, found: str, fix: str | None) -> None:
+    assert error.exit_code == 12
+    assert (error.expected, error.found) == (expected, found)
+    assert f"expected {expected}, found {found}" in str(error)
+    if fix is None:
+        assert error.fix is None
+    else:
+        assert error.fix is not None
+        assert fix in error.fix
+        assert error.fix in str(error)
+
+
+# ---- kernel and device ----
+
+ONE_RANK = "1, one process a rank of the artifact"
+#: (of the sidecar, of the device, ranks of the artifact, processes, expected, found, fix)
+MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, str, str, str | None]] = {
+    "a newer arch": ({"arch": "sm_100a"}, {}, 1, 1, "sm_90a", "sm_100a", "--arch sm_90a"),
+    "an older arch": ({}, {"capability": (10, 3)}, 1, 1, "sm_103a", "sm_90a", "--arch sm_103a"),
+    "driver": ({"minimum_driver": 12090}, {}, 1, 1, "at least 12.9", "12.8", "newer driver"),
+    "driver, major": ({"minimum_driver": 13000}, {}, 1, 1, "at least 13.0", "12.8", "driver"),
+    "a cubin of more ranks": ({"ranks": 2}, {}, 1, 1, "1", "2", "dsv2mk cubin"),
+    "a cubin of fewer ranks": ({"ranks": 1}, {}, 2, 2, "2", "1", "dsv2mk cubin"),
+    "too many processes": ({}, {}, 1, 2, ONE_RANK, "2", "--nproc_per_node=1"),
+    "no process": ({}, {}, 1, 0, ONE_RANK, "0", "--nproc_per_node=1"),
+    "too few processes": (
+        *({"ranks": 4}, {}, 4, 1),
+        *(ONE_RANK.replace("1", "4"), "1", "--nproc_per_node=4"),
+    ),
+    "several ranks": ({"ranks": 2}, {}, 2, 2, "an artifact of 1 rank", "2", "--tp 1"),
+    "shared memory": ({"shared_memory": 231_425}, {}, 1, 1, "232449", "232448", None),
+    "a small device": ({}, {"shared_memory": 101_376}, 1, 1, "201024", "101376", None),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_kernel_that_does_not_fit_is_refused(name: str) -> None:
+    of_sidecar, of_device, ranks, world, expected, found, fix = MISFITS[name]
+    sidecar = make_sidecar(GEOMETRY, **of_sidecar)
+    with pytest.raises(NodeError) as refused:
+        refuse_misfit(sidecar, facts(**of_device), ranks=ranks, world=world)
+    assert_says(refused.value, expected, found, fix)
+
+
+ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+
+
+@pytest.mark.parametrize("capability", ARCHS)
+def test_a_kernel_that_just_fits_is_accepted(capability: tuple[int, int]) -> None:
+    device = facts(capability=capability)
+    assert device.arch == ARCHS[capability]
+    sidecar = make_sidecar(GEOMETRY, arch=device.arch, minimum_driver=12080, shared_memory=231_424)
+    refuse_misfit(sidecar, device, ranks=1, world=1)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 1), (10, 1), (11, 0), (12, 0), (0, 9)])
+def test_other_devices_are_refused(capability: tuple[int, int]) -> None:
+    known = "9.0 (sm_90a), 10.0 (sm_100a), 10.3 (sm_103a)"
+    device = facts(capability=capability)
+    with pytest.raises(NodeError, match="Some GPU") as refused:
+        _ = device.arch
+    assert_says(refused.value, known, "{}.{}".format(*capability), "--backend reference")
+    with pytest.raises(NodeError, match="compute capability"):
+        refuse_misfit(make_sidecar(GEOMETRY), device, ranks=1, world=1)
+
+
+def test_without_a_gpu_there_are_no_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    archs = "a GPU of sm_90a or sm_100a or sm_103a"
+    for available, count, index in ((False, 0, 0), (True, 1, 1), (True, 2, 7)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda here=available: here)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda here=count: here)
+        with pytest.raises(NodeError, match=f"no CUDA device {index}") as refused:
+            facts_of(index)
+        assert_says(refused.value, archs, f"{count} devices", "--backend reference")
+
+
+def test_without_the_driver_s_bindings_no_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(NodeError, match="CUDA bindings") as refused:
+        Kernel(CUBIN, make_sidecar(GEOMETRY), 0)
+    assert refused.value.exit_code == 12
+    assert "dsv2mk[gpu]" in str(refused.value)
+
+
+# ---- memory ----
+
+
+def test_memory_is_told_by_purpose() -> None:
+    needed = {"weights": 3_000_000_000, "cache": 1_500_000_000, "workspace": 14_000_000}
+    refuse_memory(needed, 4_514_000_000)  # exactly fits
+    refuse_memory({}, 0)
+    with pytest.raises(NodeError, match="GPU memory"):
+        refuse_memory(needed, 4_513_999_999)
+    with pytest.raises(NodeError) as refused:
+        refuse_memory(needed, 1_250_000_000)
+    parts = "weights 3.00 GB, cache 1.50 GB, workspace 0.01 GB"
+    assert_says(refused.value, f"4.51 GB free ({parts})", "1.25 GB", "--context")
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("context", [1, 1000])
+def test_a_decoder_needs_weights_cache_workspace_and_little_more(trace: bool, context: int) -> None:
+    sidecar = make_sidecar(GEOMETRY)
+    cache = 4 * context * 88 * 2  # layers, tokens, values of a row in bf16
+    workspace = 512 + 1024 * (5 if trace else 1)  # an exchange for each layer, and one more
+    rest = 4 * (context + 1) + 4 * 500 + (1 << 20)
+    total = 12_345 + cache + workspace + rest
+    args = (12_345, context)
+    GpuDecoder.refuse_memory(sidecar, facts(free_memory=total), *args, trace=trace)
+    with pytest.raises(NodeError):
+        GpuDecoder.refuse_memory(sidecar, facts(free_memory=total - 1), *args, trace=trace)
+
+
+# ---- grid ----
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "per_multiprocessor", "wanted", "ctas"),
+    [
+        (132, 1, 0, 132),
+        (132, 2, 0, 132),  # one a multiprocessor is enough
+        (256, 1, 0, 256),
+        (300, 1, 0, 256),  # as many as the workspace is laid out for
+        (3, 1, 0, 3),
+        (132, 1, 3, 3),
+        (132, 1, 132, 132),
+        (132, 2, 133, 133),
+        (132, 2, 256, 256),
+    ],
+)
+def test_a_grid_that_can_be_co_resident_is_launched(
+    multiprocessors: int, per_multiprocessor: int, wanted: int, ctas: int
+) -> None:
+    sidecar = make_sidecar(GEOMETRY)
+    assert grid_size(sidecar, multiprocessors, per_multiprocessor, wanted) == ctas
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "per_multiprocessor", "wanted", "most", "found"),
+    [
+        (132, 1, 2, 132, 2),
+        (132, 1, 133, 132, 133),
+        (132, 2, 257, 256, 257),
+        (300, 1, 257, 256, 257),
+        (2, 1, 0, 2, 2),
+        (2, 1, 3, 2, 3),
+        (132, 0, 0, 0, 0),  # something else has taken the shared memory
+    ],
+)
+def test_a_grid_that_cannot_be_co_resident_is_refused(
+    multiprocessors: int, per_multiprocessor: int, wanted: int, most: int, found: int
+) -> None:
+    with pytest.raises(NodeError, match="co-resident") as refused:
+        grid_size(make_sidecar(GEOMETRY), multiprocessors, per_multiprocessor, wanted)
+    assert_says(refused.value, f"3 to {most} CTAs", str(found), "--ctas")
+
+
+# ---- commands without a GPU ----
+
+
+def commands(artifact: Path) -> list[list[object]]:
+    """All that decode on a GPU."""
+    return [
+        ["bench", artifact, "--input-len", 2, "--output-len", 2],
+        ["generate", artifact, "--backend", "gpu", "--token-ids", "1", "--max-new", 1],
+        ["gate", artifact, "--backend", "gpu", "--positions", 2, "--free-run", 0],
+    ]
+
+
+def assert_exit(plain: Done, shown: Done, code: int) -> dict[str, Any]:
+    """The error object of a command that was refused, told in one line as well."""
+    assert (plain.code, plain.out) == (code, "")
+    assert (shown.code, shown.err) == (code, "")
+    assert len(plain.err.splitlines()) == 1
+    assert set(shown.json) == {"error"}
+    error: dict[str, Any] = shown.json["error"]
+    assert error["exit_code"] == code
+    assert plain.err == f"dsv2mk: {error['message']}\n"
+    return error
+
+
+def refusal(dsv2mk: Call, command: list[object], code: int = 12) -> dict[str, Any]:
+    return assert_exit(dsv2mk(*command), dsv2mk(*command, "--json"), code)
+
+
+def test_commands_need_a_gpu(built: Path, dsv2mk: Call) -> None:
+    for command in commands(built):
+        error = refusal(dsv2mk, command)
+        assert error["kind"] == "does not fit this node"
+        assert error["what"] == "no CUDA device 0"
+        assert "sm_90a" in error["expected"]
+        assert error["found"].endswith("devices")
+        assert "--backend reference" in error["fix"]
+
+
+def test_bench_needs_an_artifact_or_a_cubin(tmp_path: Path, dsv2mk: Call) -> None:
+    cubin = ["--cubin", tmp_path]
+    for args in ([], cubin, ["--load-format", "dummy"]):
+        assert "no artifact" in refusal(dsv2mk, ["bench", *args], 2)["message"]
+    error = refusal(dsv2mk, ["bench", "--load-format", "dummy", *cubin])
+    assert error["what"] == "no CUDA device 0"
+
+
+def test_the_runner_is_a_program_of_its_own(built: Path) -> None:
+    done = []
+    for options in ([], ["--json"]):
+        args = [sys.executable, "-m", "dsv2mk.runner", "bench", str(built), *options]
+        ended = subprocess.run(args, capture_output=True, text=True, check=False)
+        done.append(Done(ended.returncode, ended.stdout, ended.stderr))
+    assert "no CUDA device 0" in assert_exit(*done, 12)["message"]
+
+
+def test_generate_takes_the_reference_decoder_where_there_is_no_gpu(
+    built: Path, dsv2mk: Call
+) -> None:
+    args = ["generate", built, "--token-ids", "1,2", "--max-new", 3, "--ignore-eos", "--json"]
+    by_itself, asked = dsv2mk(*args), dsv2mk(*args, "--backend", "reference")
+    assert by_itself.code == 0
+    assert by_itself.json["backend"] == "reference"
+    assert by_itself.json["token_ids"] == asked.json["token_ids"]
+    assert "3 tokens" in by_itself.err
+    assert "reference decoder" in by_itself.err
+
+
+# ---- commands on a GPU that is only said to be there ----
+
+
+@pytest.fixture
+def one(shared: Path, tmp_path: Path) -> Artifact:
+    """An artifact of 1 rank."""
+    return make_artifact(shared / "snapshot", 1, tmp_path / "one")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Facts to change. A command that loads weights fails the test."""
+    changes: dict[str, Any] = {}
+
+    def found(index: int) -> DeviceFacts:
+        return facts(**changes)
+
+    monkeypatch.setattr("dsv2mk.runner.device.facts_of", found)
+    for name in ("load_weights", "dummy_weights"):
+        monkeypatch.setattr(f"dsv2mk.runner.load.{name}", lambda *_: pytest.fail("it loads"))
+    return changes
+
+
+@pytest.mark.parametrize("size", [0, 2, 8])
+def test_processes_must_be_as_many_as_ranks(
+    size: int, one: Artifact, device: Any, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    dummy = [*commands(one.path)[0], "--load-format", "dummy"]
+    without = ["bench", "--load-format", "dummy", "--cubin", one.path / "cubin"]
+    for command in (*commands(one.path), dummy, without):
+        error = refusal(dsv2mk, command)
+        assert (error["what"], error["found"]) == ("world size", str(size))
+        assert error["expected"].startswith("1,")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["x", "", "1.0"])
+def test_a_launch_with_no_numbers_is_refused(
+    name: str, value: str, built: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    for command in commands(built):
+        assert "WORLD_SIZE and LOCAL_RANK" in refusal(dsv2mk, command, 2)["message"]
+
+
+def test_several_ranks_are_refused(
+    built: Path, device: Any, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = Artifact.open(built).manifest.geometry
+    cubin = put_cubin(built.parent / "cubins", make_sidecar(geometry, ranks=2))
+    for command in commands(built):
+        assert refusal(dsv2mk, [*command, "--cubin", cubin])["found"] == "1"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for command in commands(built):
+        error = refusal(dsv2mk, [*command, "--cubin", cubin])
+        assert (error["what"], error["found"]) == ("this version decodes on one GPU", "2")
+
+
+#: (of the device, of the sidecar, part of the message)
+NO_FIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "arch": ({"capability": (10, 0)}, {}, "expected sm_100a, found sm_90a"),
+    "no arch": ({"capability": (12, 0)}, {}, "found 12.0"),
+    "driver": ({"driver": 11080}, {}, "found 11.8"),
+    "shared memory": ({"shared_memory": 100}, {}, "found 100"),
+    "memory": ({"free_memory": 10**6}, {}, "GPU memory: expected .* found 0.00 GB"),
+    "ranks": ({}, {"ranks": 2}, "expected 1, found 2"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FIT)
+def test_what_does_not_fit_is_refused_before_it_is_loaded(
+    name: str, one: Artifact, device: dict[str, Any], dsv2mk: Call
+) -> None:
+    of_device, of_sidecar, said = NO_FIT[name]
+    device |= of_device
+    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry, **of_sidecar))
+    for command in commands(one.path):
+        assert re.search(said, refusal(dsv2mk, command)["message"])
+
+
+@pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="found when the decoder is made, after that"
+)
+def test_a_context_past_the_model_s_is_refused_before_it_is_loaded(
+    one: Artifact, device: Any, dsv2mk: Call
+) -> None:
+    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
+    for command in commands(one.path):
+        assert "2560" in refusal(dsv2mk, [*command, "--context", 2561], 2)["message"]
+
+
+@pytest.mark.parametrize("backend", ["gpu", "reference"])
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_damage_is_found_before_the_weights_are_loaded(
+    backend: str, verify: str, one: Artifact, device: Any, dsv2mk: Call
+) -> None:
+    """Files here have one chunk each: a sample is all."""
+    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
+    flip_byte(one.path / "rank-00.ffn.safetensors")
+    args = ["--token-ids", "1", "--max-new", 1, "--backend", backend, "--verify", verify]
+    error = refusal(dsv2mk, ["generate", one.path, *args], 11)
+    assert os.fspath(one.path / "rank-00.ffn.safetensors") in error["message"]
