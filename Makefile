@@ -5,7 +5,7 @@ TP ?= 8
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test check format artifacts bench-build clean
+.PHONY: help setup demo test check format artifacts cubin bench-build bench-load clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	mkdir -p .links/dsv2mk && for d in artifacts kernel manifests pipeline runner; do ln -sfn ../../$$d .links/dsv2mk/$$d; done
 	touch $(READY)
 
-demo: $(READY) ## Synthesise a small checkpoint, build it for 2 ranks, decode 16 tokens
+demo: $(READY) ## Synthesise a small checkpoint, build it, decode 16 tokens, compile the kernel
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/demo.sh
 
 test: $(READY) ## Run all tests
@@ -33,8 +33,14 @@ format: $(READY) ## Format the code
 artifacts: $(READY) ## Build an artifact: make artifacts SNAPSHOT=... TP=8 OUT=...
 	$(BIN)/dsv2mk build $(if $(SNAPSHOT),"$(SNAPSHOT)") --tp $(TP) --out "$(or $(OUT),$(error OUT is not set: make artifacts SNAPSHOT=... TP=8 OUT=...))"
 
+cubin: $(READY) ## Compile the kernel, no GPU needed: make cubin ARTIFACT=... ARCH=sm_100a,sm_90a
+	$(BIN)/dsv2mk cubin --artifact "$(or $(ARTIFACT),$(error ARTIFACT is not set: make cubin ARTIFACT=... ARCH=sm_100a))" --arch $(or $(ARCH),sm_100a)
+
 bench-build: $(READY) ## Measure the build against the plain way and a plain copy
 	$(BIN)/python tests/bench_build.py
+
+bench-load: $(READY) ## Measure loading onto a GPU: make bench-load ARTIFACT=...
+	$(BIN)/python tests/bench_load.py "$(or $(ARTIFACT),$(error ARTIFACT is not set: make bench-load ARTIFACT=...))"
 
 clean: ## Remove what make made: .venv, build/ with all that is in it, caches
 	rm -rf .venv .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

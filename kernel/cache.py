@@ -9,11 +9,11 @@ is used, and made again if it does not hold what it should.
 import os
 import shutil
 import tempfile
-from hashlib import sha256
 from pathlib import Path
 
-from dsv2mk.kernel.compile import Compiled, compile_in_process
+from dsv2mk.kernel.compile import Compiled, compile_in_process, make_sidecar
 from dsv2mk.kernel.key import key_digest, make_key
+from dsv2mk.kernel.plan import Plan
 from dsv2mk.manifests.errors import ArtifactError, InputError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.sidecar import cache_folder, parse_sidecar
@@ -82,8 +82,11 @@ def _read(folder: Path, key: str) -> Compiled | None:
         cubin, ptx = (folder / "kernel.cubin").read_bytes(), (folder / "kernel.ptx").read_bytes()
     except (OSError, ArtifactError):
         return None
-    whole = sidecar.matches(cubin) and sha256(ptx).hexdigest() == sidecar.data["ptx_sha256"]
-    if not whole or sidecar.data["kernel_key"] != key:
+    if sidecar.data["kernel_key"] != key or not sidecar.matches(cubin):
+        return None
+    plan = Plan(geometry=sidecar.geometry, topology=sidecar.topology)
+    made = make_sidecar(plan, sidecar.data["key"], sidecar.data["entry"], cubin, ptx)
+    if made.encoded != sidecar.encoded:
         return None
     return Compiled(cubin=cubin, ptx=ptx, sidecar=sidecar)
 

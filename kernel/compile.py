@@ -42,6 +42,9 @@ def compile_in_process(
 ) -> Compiled:
     """Compile in a process of its own.
 
+    Of the compiler's environment variables only CUTE_DSL_KEEP and CUTE_DSL_DUMP_DIR count: others
+    decide the bytes, and are no part of the kernel key.
+
     Raises InputError if the kernel does not support the geometry, or if it uses local memory
     (spilled registers) and `allow_local_memory` is not set.
     """
@@ -49,16 +52,20 @@ def compile_in_process(
     key = make_key(geometry, topology, arch)
     request = {"geometry": geometry.to_json(), "ranks": topology.ranks, "arch": arch}
     with tempfile.TemporaryDirectory(prefix="dsv2mk-cubin-") as folder:
-        environment = dict(os.environ, CUTE_DSL_ARCH=arch)
-        kept = {word for word in environment.get("CUTE_DSL_KEEP", "").split(",") if word}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")
+        }
+        environment["CUTE_DSL_ARCH"] = arch
+        kept = {word for word in os.environ.get("CUTE_DSL_KEEP", "").split(",") if word}
         environment["CUTE_DSL_KEEP"] = ",".join(sorted(kept | {"ptx", "cubin"}))
         if kept:
-            dump = Path(environment.setdefault("CUTE_DSL_DUMP_DIR", os.getcwd()))
+            dump = Path(os.environ.get("CUTE_DSL_DUMP_DIR") or os.getcwd())
             dump.mkdir(parents=True, exist_ok=True)
+            environment["CUTE_DSL_DUMP_DIR"] = str(dump)
         else:  # nobody asked for files: the compiler's own go with the folder
             environment["CUTE_DSL_DUMP_DIR"] = folder
         result = subprocess.run(
-            [sys.executable, "-m", __spec__.name if __spec__ else __name__, folder],
+            [sys.executable, "-P", "-m", "dsv2mk.kernel.compile", folder],
             input=json.dumps(request),
             env=environment,
             capture_output=True,

@@ -30,7 +30,7 @@ def resources(cubin: bytes) -> Resources:
         return Resources(
             registers=registers, local_memory=max(stack, default=0), static_shared_memory=shared
         )
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise ValueError(f"cannot be read as a cubin: {error}") from None
 
 

@@ -131,6 +131,17 @@ class Plan:
         for name, value, most in limits:
             if value > most:
                 raise InputError(f"the kernel: {name}", expected=f"at most {most}", found=value)
+        most_dealt = max(*self.runs.values(), self.most_units * BLOCK)
+        if most_dealt * MAX_CTAS >= 2**31:  # see stream.deal
+            raise InputError(
+                "the kernel: rows of one matrix", expected="fewer than 2^23", found=most_dealt
+            )
+        if self.slots >= MIN_SLOTS and not self.min_ctas:
+            raise InputError(
+                "the kernel: heads of a rank",
+                expected=f"as many as {MAX_CTAS} CTAs can merge",
+                found=self.heads,
+            )
         if self.slots < MIN_SLOTS:
             raise InputError(
                 "the kernel: shared memory for the weight ring of this geometry",
@@ -214,9 +225,12 @@ class Plan:
         """Slots of the ring: as many as fit, an even number, so that each has one producer."""
         return (SMEM - self.ring_offset) // (self.slot + self.scale_bytes) // 2 * 2
 
-    def matrix(self, rows: int, width: int, item: int, group: int = 1) -> Matrix:
-        """Chunks of a matrix of `rows` rows of `width` elements; whole groups of rows a chunk."""
-        row_bytes = width * item * group
+    def matrix(self, rows: int, width: int, item: int, sharing: int | None = None) -> Matrix:
+        """Chunks of a matrix of `rows` rows of `width` elements.
+
+        sharing: rows that are multiplied with the same vector, if not all; a chunk is of such rows.
+        """
+        row_bytes = width * item
         if row_bytes > self.slot:
             fitting = (
                 n
@@ -236,7 +250,7 @@ class Plan:
         def load(chunk: int) -> int:  # rows of the busiest CTA
             return -(-(rows // chunk) // USUAL_CTAS) * chunk
 
-        sizes = [n for n in range(1, most + 1) if rows % n == 0]
+        sizes = [n for n in range(1, most + 1) if (sharing or rows) % n == 0]
         best = min(load(n) for n in sizes)
         # A chunk of 4 KiB and more streams well: past that, evenness decides.
         good = [n for n in sizes if load(n) <= max(best * 1.05, best)]
@@ -256,13 +270,13 @@ class Plan:
     def w_uk(self) -> Matrix:
         """W_UK."""
         g = self.geometry
-        return self.matrix(self.heads * g.kv_lora_rank, g.qk_nope_head_dim, 2)
+        return self.matrix(self.heads * g.kv_lora_rank, g.qk_nope_head_dim, 2, g.kv_lora_rank)
 
     @cached_property
     def w_uv(self) -> Matrix:
         """W_UV."""
         g = self.geometry
-        return self.matrix(self.heads * g.v_head_dim, g.kv_lora_rank, 2)
+        return self.matrix(self.heads * g.v_head_dim, g.kv_lora_rank, 2, g.v_head_dim)
 
     @cached_property
     def o(self) -> Matrix:
@@ -293,7 +307,6 @@ class Plan:
         names = ("qkv_a", "q_b", "w_uk", "w_uv", "o", "router", "lm_head")
         dealt = {name: getattr(self, name).chunks for name in names}
         dealt["rows"] = self.geometry.hidden_size
-        assert max(*dealt.values(), self.most_units * BLOCK) * MAX_CTAS < 2**31  # see stream.deal
         return dealt
 
     @property
@@ -412,12 +425,13 @@ class Plan:
 
     @cached_property
     def min_ctas(self) -> int:
-        """Fewest CTAs that can decode."""
-        return next(
+        """Fewest CTAs that can decode; 0 if MAX_CTAS are too few."""
+        fitting = (
             ctas
-            for ctas in range(self.tiles, MAX_CTAS)
+            for ctas in range(self.tiles, MAX_CTAS + 1)
             if self.heads_touched(ctas) * self.merged_head <= self.activation_bytes
         )
+        return next(fitting, 0)
 
     # ---- workspace in global memory ----
 

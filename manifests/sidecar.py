@@ -6,6 +6,7 @@ of the launch stand here. Canonical JSON, so that equal kernels have equal sidec
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from dsv2mk.manifests.canonical import canonical_json, parse_object
-from dsv2mk.manifests.errors import ArtifactError
+from dsv2mk.manifests.errors import ArtifactError, InputError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.layout import LAYOUT_VERSION
 from dsv2mk.manifests.topology import Topology
 
 SIDECAR_SCHEMA = 1
+#: Folder of an artifact that its cubins are in, and their files.
+CUBIN_FOLDER = "cubin"
+CUBIN_FILE = re.compile(r"dsv2mk\.[A-Za-z0-9_.]+\.(cubin|ptx|json)")
 
 _FIELDS: dict[str, type] = {
     "schema": int,
@@ -55,10 +59,9 @@ class Sidecar:
     topology: Topology
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.data[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name == "data" or name not in self.data:  # while it is being copied there is no data
+            raise AttributeError(name)
+        return self.data[name]
 
     @cached_property
     def encoded(self) -> bytes:
@@ -100,6 +103,7 @@ def parse_sidecar(encoded: bytes, where: object) -> Sidecar:
         if type(data.get(name)) is not kind:
             raise ArtifactError(f"{where}: {name} is missing or of another type", fix=fix)
     try:
+        canonical_json(data)  # no floats
         key = data["key"]
         geometry = Geometry.from_json(key["geometry"])
         topology = Topology(ranks=key["topology"]["ranks"])
@@ -107,6 +111,6 @@ def parse_sidecar(encoded: bytes, where: object) -> Sidecar:
         same = hashlib.sha256(canonical_json(key)).hexdigest() == data["kernel_key"]
         if not same or key["layout_version"] != LAYOUT_VERSION or key["arch"] != data["arch"]:
             raise ValueError("kernel key")
-    except (ValueError, KeyError, TypeError, AttributeError, ArtifactError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, InputError) as error:
         raise ArtifactError(f"{where} is damaged: {error}", fix=fix) from None
     return Sidecar(data=data, geometry=geometry, topology=topology)

@@ -35,6 +35,7 @@ from dsv2mk.manifests.manifest import (
     changes,
     deciding_sections,
 )
+from dsv2mk.manifests.sidecar import CUBIN_FILE, CUBIN_FOLDER
 from dsv2mk.manifests.topology import Topology
 from dsv2mk.pipeline.reader import BadInput
 from dsv2mk.pipeline.remember import recall_source, remember_source
@@ -208,6 +209,12 @@ def _foreign(out: Path) -> str | None:
     if MANIFEST_NAME not in names:
         return f"it has no {MANIFEST_NAME}"
     unknown = [name for name in names if _ARTIFACT_FILE.fullmatch(name) is None]
+    if CUBIN_FOLDER in unknown and (out / CUBIN_FOLDER).is_dir():
+        unknown.remove(CUBIN_FOLDER)
+        cubins = sorted(path.name for path in (out / CUBIN_FOLDER).iterdir())
+        unknown += [
+            f"{CUBIN_FOLDER}/{name}" for name in cubins if CUBIN_FILE.fullmatch(name) is None
+        ]
     return f"it holds {unknown[0]}" if unknown else None
 
 

@@ -11,6 +11,7 @@ from dsv2mk.artifacts.console import Report, reporting, size_text, table_text
 from dsv2mk.kernel.key import ARCHS
 from dsv2mk.manifests.errors import UsageError
 from dsv2mk.manifests.geometry import Geometry
+from dsv2mk.manifests.sidecar import CUBIN_FOLDER
 from dsv2mk.manifests.topology import Topology
 from dsv2mk.pipeline.configs import named_config
 
@@ -59,7 +60,7 @@ def cubin(
     from dsv2mk.kernel.cache import get_compiled, write_compiled
 
     shape, topology = _subject(artifact, geometry, layers, tp)
-    folder = out or (artifact / "cubin" if artifact else Path("build") / "cubin")
+    folder = out or (artifact / CUBIN_FOLDER if artifact else Path("build") / "cubin")
     rows = [["arch", "registers", "spills", "shared memory", "cubin", "seconds", "file"]]
     made: list[dict[str, Any]] = []
     for arch in archs:

@@ -1,6 +1,7 @@
 """`python -m dsv2mk.runner`: the commands of the node, without the rest."""
 
 import sys
+from typing import Any
 
 import click
 
@@ -8,7 +9,14 @@ from dsv2mk.artifacts import console
 from dsv2mk.runner.commands import bench, gate, generate
 
 
-@click.group()
+class _Program(click.Group):
+    """Calls itself as it was called, not as `console.run` would."""
+
+    def main(self, *args: Any, **given: Any) -> Any:
+        return super().main(*args, **{**given, "prog_name": "python -m dsv2mk.runner"})
+
+
+@click.group(cls=_Program)
 def cli() -> None:
     """Decode, measure and check on a node: no compiler, no checkpoint."""
 

@@ -221,6 +221,7 @@ def bench(
         artifact,
         options,
         tokens=input_len + output_len + extra,
+        asked="--input-len + --output-len" + (f" + {extra} of --profile" if profile else ""),
         seed=seed if dummy else None,
     )
     opened = time.perf_counter() - started
@@ -334,6 +335,7 @@ def gate(
         seed=seed,
         tolerance=tolerance,
         stored=stored,
+        verify=given["verify"],
     )
     verdict = run_gate(artifact, request, GpuOptions(**given) if gpu else None)
     data = {**verdict.data, "passed": not verdict.failures, "failures": verdict.failures}

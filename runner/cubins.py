@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError
+from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError, UserError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.sidecar import Sidecar, cache_folder, parse_sidecar
 
@@ -14,7 +14,8 @@ def find_cubin(
 
     given: a folder or a .cubin file that the user named; else `own`, the artifact's folder, and
     the compiler's cache are looked through, newest first. Raises NodeError if none fits, saying
-    what there is; ArtifactError for a damaged one; UsageError if `given` offers several models.
+    what there is; ArtifactError for a damaged one; UsageError if several models or numbers of
+    ranks are on offer and none is given.
     """
     if given is not None:
         found = _named(given)
@@ -41,9 +42,13 @@ def find_cubin(
             raise NodeError(
                 "no cubin for this number of ranks", expected=ranks, found=offered, fix=fix
             )
-    if geometry is None and len({side.kernel_key for side, _ in fitting}) > 1:
-        raise UsageError(f"{where} holds cubins of several models", fix="Name one .cubin file")
     sidecar, path = fitting[0]
+    if any(side.geometry != sidecar.geometry for side, _ in fitting):
+        raise UsageError(f"{where} holds cubins of several models", fix="Name one .cubin file")
+    if any(side.topology != sidecar.topology for side, _ in fitting):
+        raise UsageError(
+            f"{where} holds cubins of several numbers of ranks", fix="Name one .cubin file"
+        )
     try:
         cubin = path.read_bytes()
     except OSError as error:
@@ -73,9 +78,12 @@ def _in_cache() -> list[tuple[Sidecar, Path]]:
     """Whole entries of the cache; what another version has left there is passed over."""
     found = []
     for path in sorted(cache_folder().glob("*/kernel.json"), key=_newest):
+        cubin = path.with_suffix(".cubin")
         try:
-            found.append((parse_sidecar(path.read_bytes(), path), path.with_suffix(".cubin")))
-        except (OSError, ArtifactError):
+            sidecar = parse_sidecar(path.read_bytes(), path)
+            if sidecar.matches(cubin.read_bytes()):
+                found.append((sidecar, cubin))
+        except (OSError, UserError):
             continue
     return found
 

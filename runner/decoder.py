@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv2mk.manifests.errors import ArtifactError, StuckError, UsageError
 from dsv2mk.manifests.sidecar import Sidecar
-from dsv2mk.runner.device import DeviceFacts, Kernel, grid_size, refuse_memory
+from dsv2mk.runner.device import DeviceFacts, Kernel, refuse_memory
 from dsv2mk.runner.load import Weights
 
 #: Tokens of one launch at most: bounds what the kernel counts in 32 bits.
@@ -39,37 +39,29 @@ class Timed:
 
 
 class GpuDecoder:
-    """Decodes one sequence with the megakernel. One rank."""
+    """Decodes one sequence with the megakernel. One rank.
+
+    context: tokens at most, no more than the model's; ctas: as `grid_size` says.
+    """
 
     def __init__(
         self,
         weights: Weights,
-        cubin: bytes,
-        sidecar: Sidecar,
+        kernel: Kernel,
         *,
-        index: int = 0,
         context: int,
-        ctas: int = 0,
+        ctas: int,
         timeout: float = DEFAULT_TIMEOUT,
         trace: bool = False,
     ) -> None:
+        sidecar, device = kernel.sidecar, kernel.device
         geometry = sidecar.geometry
-        if not 1 <= context <= geometry.max_position_embeddings:
-            raise UsageError(
-                "--context", expected=f"1 to {geometry.max_position_embeddings}", found=context
-            )
         self.sidecar = sidecar
         self.context = context
         self.position = 0
         self.weights = weights
-        device = torch.device("cuda", index)
-        self.kernel = Kernel(cubin, sidecar, index)
-        self.ctas = grid_size(
-            sidecar,
-            torch.cuda.get_device_properties(index).multi_processor_count,
-            self.kernel.most_per_multiprocessor(),
-            ctas,
-        )
+        self.kernel = kernel
+        self.ctas = ctas
         self._timeout = timeout
         self._trace = sidecar.workspace["exchange_bytes"] if trace else 0
         shape = (geometry.num_hidden_layers, context, sidecar.cache_row)

@@ -16,6 +16,8 @@ from dsv2mk.manifests.sidecar import Sidecar
 #: Compute capability -> the architecture its cubins are compiled for.
 ARCH_OF = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
+_WITHOUT_GPU = "Without a GPU: dsv2mk generate DIR --backend reference"
+
 _CTYPES = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
 
 
@@ -39,7 +41,7 @@ class DeviceFacts:
                 f"{self.name}: compute capability",
                 expected=known,
                 found="{}.{}".format(*self.capability),
-                fix="--backend reference decodes without a GPU",
+                fix=_WITHOUT_GPU,
             )
         return ARCH_OF[self.capability]
 
@@ -51,7 +53,7 @@ def facts_of(index: int) -> DeviceFacts:
             f"no CUDA device {index}",
             expected=f"a GPU of {' or '.join(ARCH_OF.values())}",
             found=f"{torch.cuda.device_count()} devices",
-            fix="--backend reference decodes without a GPU",
+            fix=_WITHOUT_GPU,
         )
     properties: Any = torch.cuda.get_device_properties(index)
     with torch.cuda.device(index):
@@ -64,6 +66,24 @@ def facts_of(index: int) -> DeviceFacts:
         shared_memory=properties.shared_memory_per_block_optin,
         free_memory=free,
     )
+
+
+def refuse_ranks(ranks: int, world: int) -> None:
+    """Raise NodeError if so many processes cannot decode an artifact of so many ranks."""
+    if ranks > 1:
+        raise NodeError(
+            "this version decodes on one GPU",
+            expected="an artifact of 1 rank",
+            found=ranks,
+            fix=f"dsv2mk build SNAPSHOT --tp 1 --out DIR. {_WITHOUT_GPU}",
+        )
+    if world != ranks:
+        raise NodeError(
+            "world size",
+            expected=f"{ranks}, one process a rank of the artifact",
+            found=world,
+            fix=f"torchrun --nproc_per_node={ranks} -m dsv2mk.runner ...",
+        )
 
 
 def refuse_misfit(sidecar: Sidecar, facts: DeviceFacts, *, ranks: int, world: int) -> None:
@@ -93,24 +113,14 @@ def refuse_misfit(sidecar: Sidecar, facts: DeviceFacts, *, ranks: int, world: in
             found=sidecar.topology.ranks,
             fix=recompile,
         )
-    if world != ranks:
-        raise NodeError(
-            "world size",
-            expected=f"{ranks}, one process a rank of the artifact",
-            found=world,
-            fix=f"torchrun --nproc_per_node={ranks} -m dsv2mk.runner ...",
-        )
-    if ranks > 1:
-        raise NodeError(
-            "this version decodes on one GPU",
-            expected="an artifact of 1 rank",
-            found=ranks,
-            fix="dsv2mk build SNAPSHOT --tp 1 --out DIR, or --backend reference",
-        )
+    refuse_ranks(ranks, world)
     needed = sidecar.shared_memory + sidecar.static_shared_memory
     if needed > facts.shared_memory:
         raise NodeError(
-            f"shared memory of a CTA on {facts.name}", expected=needed, found=facts.shared_memory
+            f"bytes of shared memory of a CTA on {facts.name}",
+            expected=f"at least {needed}",
+            found=facts.shared_memory,
+            fix=f"Take another GPU of {sidecar.arch}. {_WITHOUT_GPU}",
         )
 
 
@@ -123,12 +133,15 @@ def refuse_memory(needed: Mapping[str, int], free: int) -> None:
             "GPU memory",
             expected=f"{total / 1e9:.2f} GB free ({parts})",
             found=f"{free / 1e9:.2f} GB",
-            fix="Stop what else uses the GPU, or take more ranks or a shorter --context",
+            fix="Stop what else uses the GPU, or take a shorter --context",
         )
 
 
 def grid_size(sidecar: Sidecar, multiprocessors: int, per_multiprocessor: int, wanted: int) -> int:
-    """CTAs to launch: as wanted, or (0) as many as can be co-resident. Raises NodeError."""
+    """CTAs to launch: as wanted; 0: one a multiprocessor, at most what the kernel allows.
+
+    Raises NodeError if they cannot be co-resident, or are too few for the model.
+    """
     most = min(multiprocessors * per_multiprocessor, sidecar.max_ctas)
     ctas = wanted or min(most, multiprocessors)
     if not sidecar.min_ctas <= ctas <= most:
@@ -147,8 +160,8 @@ class Kernel:
     def __init__(self, cubin: bytes, sidecar: Sidecar, index: int) -> None:
         self.sidecar = sidecar
         cuda = _driver()
-        self._device = torch.device("cuda", index)
-        torch.zeros(1, device=self._device)  # makes PyTorch's context the current one
+        self.device = torch.device("cuda", index)
+        torch.zeros(1, device=self.device)  # makes PyTorch's context the current one
         try:
             self._module = _check(cuda.cuModuleLoadData(cubin))
             entry = sidecar.entry.encode()
@@ -172,7 +185,7 @@ class Kernel:
     def launch(self, ctas: int, arguments: Mapping[str, int]) -> None:
         """Launch on PyTorch's current stream; every parameter by name."""
         values = tuple(arguments[name] for name, _ in self.sidecar.parameters)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch.cuda.current_stream(self.device).cuda_stream
         _check(
             _driver().cuLaunchCooperativeKernel(
                 self._function,
@@ -192,7 +205,7 @@ def _driver() -> Any:
     except ImportError as error:
         raise NodeError(
             f"the CUDA bindings cannot be imported: {error}",
-            fix="pip install 'dsv2mk[gpu]', or --backend reference",
+            fix=f"pip install 'dsv2mk[gpu]'. {_WITHOUT_GPU}",
         ) from None
     return driver
 

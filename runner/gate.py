@@ -1,11 +1,14 @@
 """The numerical gate: a decoder against a reference, position by position and phase by phase.
 
-A reference is the reference decoder, or logits that `generate --logits` stored. Where two values of
-the reference are closer than twice the largest difference seen at a position, their order is not
-told by it: agreement is asked for only where the reference's margin exceeds that.
+A reference is the reference decoder, or logits that `generate --logits` stored. It tells the order
+of two of its values if they are more than 8 * tolerance * rms apart, where rms is the root mean
+square of its logits at that position: an error of the tolerance that is spread evenly is
+tolerance * rms an element, and each side is allowed four times that. Agreement on top-1 and top-5
+is asked for only where their order is told.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,21 +42,25 @@ class Verdict:
 
 
 def compare(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> dict[str, Any]:
-    """Facts about one position's logits [V], and whether they pass."""
+    """Facts about one position's logits [V], and whether they pass.
+
+    Errors are None where a logit of either side is not finite; `finite` is about `got`.
+    """
     x, y = got.double().cpu(), want.double().cpu()
     largest = float((x - y).abs().max())
+    size = float(y.norm())
     order = y.sort(descending=True, stable=True)
     top = [int(index) for index in x.sort(descending=True, stable=True).indices[:5]]
     wanted = [int(index) for index in order.indices[:5]]
     overlap = len(set(top) & set(wanted)) / len(wanted)
-    told = 2 * largest
+    margin = 8 * tolerance * size / math.sqrt(len(y))
     values = order.values
-    top1_told = len(values) < 2 or float(values[0] - values[1]) > told
-    top5_told = len(values) < 6 or float(values[4] - values[5]) > told
-    error = float((x - y).norm() / y.norm()) if float(y.norm()) else largest
+    top1_told = len(values) < 2 or float(values[0] - values[1]) > margin
+    top5_told = len(values) < 6 or float(values[4] - values[5]) > margin
+    error = finite(float((x - y).norm()) / size if size else largest)
     facts = {
         "relative_error": error,
-        "largest_difference": largest,
+        "largest_difference": finite(largest),
         "top1_equal": top[0] == wanted[0],
         "top1_told": top1_told,
         "top5_overlap": overlap,
@@ -61,7 +68,7 @@ def compare(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> dict[str
         "finite": bool(x.isfinite().all()),
     }
     facts["passes"] = (
-        facts["finite"]
+        error is not None
         and error <= tolerance
         and (top[0] == wanted[0] or not top1_told)
         and (overlap == 1.0 or not top5_told)
@@ -89,9 +96,12 @@ def gate_positions(
         got = candidate.step(token)
         facts = compare(got, want, tolerance)
         if strict:
-            facts["bit_equal"] = torch.equal(got.float().cpu(), want.float().cpu())
+            facts["bit_equal"] = bit_equal(got, want)
         rows.append(facts)
-        if not facts["passes"]:
+        if facts["relative_error"] is None:
+            whose = "the reference's " if facts["finite"] else ""
+            failures.append(f"position {position}: {whose}logits are not finite")
+        elif not facts["passes"]:
             failures.append(
                 f"position {position}: relative error {facts['relative_error']:.2e}, "
                 f"top-1 {'equal' if facts['top1_equal'] else 'differs'}, "
@@ -104,8 +114,8 @@ def gate_positions(
     told5 = [row for row in rows if row["top5_told"]]
     data = {
         "positions": len(rows),
-        "max_relative_error": max(row["relative_error"] for row in rows),
-        "largest_difference": max(row["largest_difference"] for row in rows),
+        "max_relative_error": _largest(row["relative_error"] for row in rows),
+        "largest_difference": _largest(row["largest_difference"] for row in rows),
         "top1_agreement": _mean(row["top1_equal"] for row in rows),
         "top1_agreement_where_told": _mean(row["top1_equal"] for row in told1),
         "top5_overlap": _mean(row["top5_overlap"] for row in rows),
@@ -137,6 +147,9 @@ def gate_free_run(
             logits = step(token).double().cpu()
             if position + 1 < start:
                 continue
+            if not logits.isfinite().all():
+                failures.append(f"the reference's logits at position {position} are not finite")
+                break
             chosen, best = tokens[position + 1], greedy(logits)
             equal += chosen == best
             gap = float(logits[best] - logits[chosen])
@@ -196,14 +209,18 @@ def first_difference(
 ) -> tuple[dict[str, float], str | None]:
     """Largest scaled difference of each kind of phase, and the first phase past the tolerance.
 
-    The text names layer, phase and element.
+    The text names layer, phase and element. A difference is infinite where a value is no number,
+    and where another expert was chosen.
     """
     worst: dict[str, float] = {}
     first = None
     for layer, phase, found, wanted in phases:
-        scale = float(wanted.abs().max()) or 1.0
-        difference = (found.double() - wanted.double()).abs() / scale
-        difference = difference.nan_to_num(nan=float("inf"))
+        if phase == "chosen":
+            equal = found[0] == wanted[0]
+            numbers = torch.zeros(equal.shape, dtype=torch.float64).masked_fill(~equal, math.inf)
+            difference = torch.stack([numbers, _scaled(found[1], wanted[1])])
+        else:
+            difference = _scaled(found, wanted)
         largest = float(difference.max())
         kind = phase.split()[0]
         worst[kind] = max(worst.get(kind, 0.0), largest)
@@ -215,6 +232,31 @@ def first_difference(
                 f"{float(wanted[tuple(place)]):.6g}, found {float(found[tuple(place)]):.6g}"
             )
     return worst, first
+
+
+def _scaled(found: Tensor, wanted: Tensor) -> Tensor:
+    """Differences over the largest magnitude that is wanted."""
+    scale = float(wanted.abs().max()) or 1.0
+    return ((found.double() - wanted.double()).abs() / scale).nan_to_num(nan=math.inf)
+
+
+# ---- numbers ----
+
+
+def bit_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two fp32 tensors have the same bits: zeros of two signs differ."""
+    return torch.equal(a.float().cpu().view(torch.int32), b.float().cpu().view(torch.int32))
+
+
+def finite(value: float) -> float | None:
+    """A number, or None for one that JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """None if one of them is."""
+    numbers = list(values)
+    return None if None in numbers else max(number for number in numbers if number is not None)
 
 
 def _mean(values: Any) -> float | None:

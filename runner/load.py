@@ -1,10 +1,11 @@
 """Weights in GPU memory: a rank's shard from its files, or random ones in the same layout.
 
-Shard files are read by several threads, each into two pinned buffers in turn, and copied from there
+Shard files are read by several threads, each into its pinned buffers in turn, and copied from there
 asynchronously: a copy straight from pageable memory runs at a fraction of the bus. Every part of a
 shard becomes one allocation; tensors are places in it, as the layout says.
 """
 
+import itertools
 import math
 import os
 import threading
@@ -19,8 +20,11 @@ from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.layout import PARTS, RankLayout, TensorSpec
 
-#: Bytes of a pinned buffer, and threads that read.
-STAGE_BYTES = 16 << 20
+#: Bytes of a pinned buffer, buffers of a thread, and threads that read. Small buffers are soon
+#: pinned, and still in a cache of the CPU when they are copied; with several a thread seldom waits
+#: for the bus that all share. The bytes of all are a power of two: what PyTorch rounds up to.
+STAGE_BYTES = 4 << 20
+BUFFERS = 4
 THREADS = min(16, os.cpu_count() or 1)
 #: Bytes that an allocation is longer: the kernel copies scales in whole 16 bytes.
 SLACK = 256
@@ -87,17 +91,19 @@ def copy_files(
     threads: int = THREADS,
 ) -> None:
     """Copy (file, offset, bytes) to the start of a uint8 tensor on the device, for each."""
-    pieces = iter(_pieces(files))
+    pieces = _pieces(files)
+    # One allocation: pinning is slow. PyTorch keeps it, for the next call of this process.
+    stages = _pinned(threads * BUFFERS * STAGE_BYTES).view(threads, BUFFERS, STAGE_BYTES)
     lock = threading.Lock()
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def work(buffers: Tensor) -> None:
         try:
-            _copy_pieces(pieces, lock, device, done, errors)
+            _copy_pieces(pieces, buffers, lock, device, done, errors)
         except BaseException as error:  # handed to the caller below
             errors.append(error)
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    workers = [threading.Thread(target=work, args=(own,), daemon=True) for own in stages]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -119,47 +125,68 @@ def _pieces(
 
 def _copy_pieces(
     pieces: Iterator[tuple[Path, int, int, Tensor]],
+    buffers: Tensor,
     lock: threading.Lock,
     device: torch.device,
     done: Callable[[int], object],
     errors: list[BaseException],
 ) -> None:
-    """One thread's share: read into one buffer while the other is being copied."""
+    """One thread's share: read into one of its buffers while the others are being copied."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    buffers = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+    torch.cuda.set_stream(stream)  # this thread's
+    ring = [
+        (buffer, memoryview(buffer.numpy()), torch.cuda.Event())  # type: ignore[no-untyped-call]
+        for buffer in buffers
+    ]
     opened: dict[Path, int] = {}
     try:
-        turn = 0
-        while not errors:
+        for buffer, memory, copied in itertools.cycle(ring):
+            if errors:
+                break
             with lock:
                 piece = next(pieces, None)
             if piece is None:
                 break
             path, offset, count, target = piece
             if path not in opened:
-                opened[path] = os.open(path, os.O_RDONLY)
-            events[turn].synchronize()
-            _read(opened[path], path, offset, memoryview(buffers[turn].numpy().data)[:count])
-            with torch.cuda.stream(stream):
-                target.copy_(buffers[turn][:count], non_blocking=True)
-                events[turn].record(stream)
+                opened[path] = _open(path)
+            copied.synchronize()
+            _read(opened[path], path, offset, memory[:count])
+            target.copy_(buffer[:count], non_blocking=True)
+            copied.record(stream)
             with lock:
                 done(count)
-            turn = 1 - turn
-        stream.synchronize()
     finally:
         for fd in opened.values():
             os.close(fd)
+        stream.synchronize()  # the buffers may go to another call
+
+
+def _pinned(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _read(fd: int, path: Path, offset: int, into: memoryview) -> None:
     filled = 0
     while filled < len(into):
-        count = os.preadv(fd, [into[filled:]], offset + filled)
+        try:
+            count = os.preadv(fd, [into[filled:]], offset + filled)
+        except OSError as error:
+            raise _unreadable(path, error) from None
         if count == 0:
             raise ArtifactError(f"{path} ends early", fix="dsv2mk verify DIR tells more")
         filled += count
+
+
+def _unreadable(path: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(f"{path}: {error.strerror}", fix="dsv2mk verify DIR tells more")
 
 
 def _allocate(layout: RankLayout, part: str, device: torch.device) -> Tensor:

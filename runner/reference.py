@@ -195,7 +195,7 @@ class ReferenceDecoder:
 
 
 def greedy(logits: Tensor) -> int:
-    """Index of the largest logit, the lowest index among equal ones."""
+    """Index of the largest logit, the lowest index among equal ones. They must be finite."""
     return int((logits == logits.max()).nonzero()[0])
 
 

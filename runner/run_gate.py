@@ -1,5 +1,6 @@
 """One run of the gate: which decoder, reference and checks. The comparisons are gate.py's."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +10,19 @@ import torch
 from torch import Tensor
 
 from dsv2mk.artifacts.artifact import Artifact
-from dsv2mk.manifests.errors import UsageError
+from dsv2mk.manifests.errors import ArtifactError, UsageError
+from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.runner.gate import (
     Stepper,
     Verdict,
+    bit_equal,
+    finite,
     first_difference,
     gate_free_run,
     gate_positions,
     phases_of,
 )
-from dsv2mk.runner.reference import ReferenceDecoder, greedy
+from dsv2mk.runner.reference import ReferenceDecoder, generate
 from dsv2mk.runner.session import GpuOptions, check, open_gpu
 
 #: Tokens that a free run starts from, and the seed of the noise in the cache past the live tokens.
@@ -36,22 +40,28 @@ class GateRequest:
     seed: int
     tolerance: float
     stored: Path | None
+    verify: str
 
 
 def run_gate(artifact: Artifact, request: GateRequest, options: GpuOptions | None) -> Verdict:
     """Gate a GPU (options given) or the reference decoder against a reference.
 
     On a GPU the whole cache is filled with noise first, so that a read past the live tokens shows.
+    Raises UsageError, before weights are loaded, for what does not fit the model.
     """
+    if not math.isfinite(request.tolerance):
+        raise UsageError("--tolerance", expected="a finite number", found=request.tolerance)
     geometry = artifact.manifest.geometry
-    tokens, stored = _tokens(request, geometry.vocab_size)
-    longest = min(
-        max(len(tokens), _PROMPT + request.free_run) + 1, geometry.max_position_embeddings
-    )
+    tokens, stored = _tokens(request, geometry)
+    prompt = tokens[:_PROMPT]
+    room = geometry.max_position_embeddings - len(prompt)
+    if request.free_run > room:
+        raise UsageError("--free-run", expected=f"at most {room} tokens", found=request.free_run)
     gpu: Any = None
     if options is None:
-        check(artifact, "none")
+        check(artifact, request.verify)
     else:
+        longest = max(len(tokens), len(prompt) + request.free_run)
         gpu = open_gpu(artifact, options, tokens=longest, trace=request.phases)
     device = "cpu" if gpu is None else gpu.cache.device
 
@@ -89,19 +99,24 @@ def run_gate(artifact: Artifact, request: GateRequest, options: GpuOptions | Non
     data = {"backend": "reference" if gpu is None else "gpu", **verdict.data}
     failures = verdict.failures + differences
     if request.phases:
-        data["phases"] = worst
+        data["phases"] = {phase: finite(value) for phase, value in worst.items()}
     if request.strict:
         again = _runs_are_equal(fresh, tokens)
         data["runs_bit_equal"] = again
         if not again:
             failures.append("two runs of one decoder gave logits that are not bit-equal")
-    if request.free_run:
-        slack = 2 * verdict.data["largest_difference"]
-        judge = None if reference is None else ReferenceDecoder(artifact, device=device).step
-        chosen = _free_run(fresh(), tokens[:_PROMPT], request.free_run, gpu)
-        free = gate_free_run(chosen, min(_PROMPT, len(tokens)), judge, slack)
-        data["free_run"] = free.data
-        failures += free.failures
+    largest = verdict.data["largest_difference"]
+    if request.free_run and largest is not None:  # else it has failed, and there is no slack
+        decoder = fresh()
+        try:
+            chosen = _free_run(decoder, prompt, request.free_run)
+        except ArtifactError as error:
+            failures.append(f"free-running decode: {error}")
+        else:
+            judge = None if reference is None else ReferenceDecoder(artifact, device=device).step
+            free = gate_free_run(chosen, len(prompt), judge, 2 * largest)
+            data["free_run"] = free.data
+            failures += free.failures
     return Verdict(
         data={
             **data,
@@ -114,30 +129,50 @@ def run_gate(artifact: Artifact, request: GateRequest, options: GpuOptions | Non
     )
 
 
-def _tokens(request: GateRequest, vocabulary: int) -> tuple[list[int], list[Tensor] | None]:
+def _tokens(request: GateRequest, geometry: Geometry) -> tuple[list[int], list[Tensor] | None]:
     """Tokens to feed, and the stored logits of their positions if there are any."""
+    vocabulary, most = geometry.vocab_size, geometry.max_position_embeddings
     if request.stored is None:
+        _refuse_more("--positions", most, request.positions)
         generator = torch.Generator().manual_seed(request.seed)
-        tokens = torch.randint(vocabulary, (request.positions,), generator=generator)
-        return [int(token) for token in tokens], None
+        drawn = torch.randint(vocabulary, (request.positions,), generator=generator)
+        return [int(token) for token in drawn], None
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    what = f"--reference {request.stored}"
     try:
         loaded = load_file(request.stored)
         logits, ids = loaded["logits"], loaded["token_ids"]
     except (OSError, SafetensorError, KeyError) as error:
         raise UsageError(
-            f"--reference {request.stored}: {error}",
-            fix="Make one: dsv2mk generate DIR --logits FILE",
+            f"{what}: {error}", fix="Make one: dsv2mk generate DIR --logits FILE"
         ) from None
-    if logits.ndim != 2 or logits.shape[1] != vocabulary or len(ids) < len(logits):
+    if logits.dtype != torch.float32 or logits.ndim != 2 or logits.shape[1] != vocabulary:
         raise UsageError(
-            f"--reference {request.stored}: logits of another model",
-            expected=f"[positions, {vocabulary}]",
-            found=list(logits.shape),
+            f"{what}: logits", expected=f"float32 [positions, {vocabulary}]", found=_kind(logits)
         )
-    return [int(token) for token in ids[: len(logits)]], list(logits)
+    positions = len(logits)
+    if not positions:
+        raise UsageError(what, expected="at least 1 position", found=0)
+    _refuse_more(what, most, positions)
+    if ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1 or len(ids) < positions:
+        raise UsageError(
+            f"{what}: token_ids", expected=f"int32 [{positions} or more]", found=_kind(ids)
+        )
+    tokens = [int(token) for token in ids]
+    if bad := [token for token in tokens if not 0 <= token < vocabulary]:
+        raise UsageError(f"{what}: token id", expected=f"0 to {vocabulary - 1}", found=bad[0])
+    return tokens[:positions], list(logits)
+
+
+def _refuse_more(what: str, most: int, positions: int) -> None:
+    if positions > most:
+        raise UsageError(what, expected=f"at most {most} positions", found=positions)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _runs_are_equal(fresh: Callable[[], Stepper], tokens: list[int]) -> bool:
@@ -145,19 +180,23 @@ def _runs_are_equal(fresh: Callable[[], Stepper], tokens: list[int]) -> bool:
         decoder = fresh()
         return [decoder.step(token).cpu().clone() for token in tokens]
 
-    return all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+    return all(bit_equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def _free_run(decoder: Stepper, prompt: list[int], count: int, gpu: Any) -> list[int]:
-    """The prompt and `count` tokens that the decoder chose: on a GPU in one launch."""
-    if gpu is not None:
-        gpu.place(prompt)
-        gpu.run(len(prompt) + count - 1)
-        tokens: list[int] = gpu.tokens(0, len(prompt) + count)
-        return tokens
-    chosen = list(prompt)
-    logits = [decoder.step(token) for token in prompt][-1]
-    for _ in range(count):
-        chosen.append(greedy(logits))
-        logits = decoder.step(chosen[-1])
-    return chosen
+def _free_run(decoder: Any, prompt: list[int], count: int) -> list[int]:
+    """The prompt and `count` tokens that the decoder chose: on a GPU in one launch.
+
+    Raises ArtifactError if logits are not finite; those of a GPU's last position are looked at.
+    """
+    if isinstance(decoder, ReferenceDecoder):
+        steps = generate(decoder, prompt, count, frozenset())
+        return [*prompt, *(token for _, token in steps if token is not None)]
+    decoder.place(prompt)
+    decoder.run(len(prompt) + count - 1)
+    if not decoder.logits.isfinite().all():
+        raise ArtifactError(
+            f"logits at position {decoder.position - 1} are not finite",
+            fix="Are the weights damaged? dsv2mk verify DIR",
+        )
+    tokens: list[int] = decoder.tokens(0, len(prompt) + count)
+    return tokens

@@ -10,7 +10,7 @@ import click
 
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.artifacts.console import progress
-from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError
+from dsv2mk.manifests.errors import ArtifactError, UsageError
 
 _PATH = click.Path(path_type=Path)
 
@@ -87,14 +87,15 @@ def open_gpu(
     options: GpuOptions,
     *,
     tokens: int,
+    asked: str = "the tokens to decode",
     trace: bool = False,
     seed: int | None = None,
 ) -> Any:
     """A GpuDecoder of this process's rank with room for `tokens`, or for --context if that is set.
 
-    With a seed the weights are random ones in the layout of the artifact or, without an artifact,
-    of the cubin. Everything that can be refused is refused before a byte is copied. Raises
-    NodeError, ArtifactError, UsageError.
+    asked: what `tokens` come from, for a message. With a seed the weights are random ones in the
+    layout of the artifact or, without an artifact, of the cubin. Everything that can be refused is
+    refused before a byte is copied. Raises NodeError, ArtifactError, UsageError.
     """
     import torch
 
@@ -109,18 +110,18 @@ def open_gpu(
     geometry = artifact.manifest.geometry if artifact else None
     ranks = artifact.manifest.topology.ranks if artifact else None
     own = artifact.path / "cubin" if artifact else None
-    if artifact is not None and size != ranks:
-        raise NodeError(
-            "world size",
-            expected=f"{ranks}, one process a rank of the artifact",
-            found=size,
-            fix=f"torchrun --nproc_per_node={ranks} -m dsv2mk.runner ...",
-        )
+    if ranks is not None:
+        gpu.refuse_ranks(ranks, size)
     sidecar, cubin = find_cubin(facts.arch, geometry, ranks, options.cubin, own)
     gpu.refuse_misfit(sidecar, facts, ranks=ranks or sidecar.topology.ranks, world=size)
     layout = RankLayout(geometry=sidecar.geometry, topology=sidecar.topology, rank=0)
-    context = options.context or tokens
+    most = sidecar.geometry.max_position_embeddings
+    context = _context(options.context, tokens, asked, most)
     GpuDecoder.refuse_memory(sidecar, facts, weight_bytes(layout), context, trace=trace)
+    kernel = gpu.Kernel(cubin, sidecar, index)
+    ctas = gpu.grid_size(
+        sidecar, facts.multiprocessors, kernel.most_per_multiprocessor(), options.ctas
+    )
     device = torch.device("cuda", index)
     if seed is not None:
         weights = dummy_weights(layout, device, seed)
@@ -130,15 +131,25 @@ def open_gpu(
         with progress(weight_bytes(layout), "load") as bar:
             weights = load_weights(artifact, 0, device, bar.update)
     return GpuDecoder(
-        weights,
-        cubin,
-        sidecar,
-        index=index,
-        context=context,
-        ctas=options.ctas,
-        timeout=options.timeout,
-        trace=trace,
+        weights, kernel, context=context, ctas=ctas, timeout=options.timeout, trace=trace
     )
+
+
+def _context(given: int | None, tokens: int, asked: str, most: int) -> int:
+    """Tokens to make room for: as --context says, else as many as are needed."""
+    if tokens > most:
+        raise UsageError(
+            f"{asked} do not fit the model's context",
+            expected=f"at most {most} tokens",
+            found=tokens,
+        )
+    if given is None:
+        return tokens
+    if not tokens <= given <= most:
+        raise UsageError(
+            "--context", expected=f"{tokens} (as many are needed) to {most}", found=given
+        )
+    return given
 
 
 def check(artifact: Artifact, verify: str) -> None:

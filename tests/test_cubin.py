@@ -151,17 +151,11 @@ SHADOW = {"numpy.py": "raise ImportError", "dsv2mk/kernel/plan.py": "", "json.py
             SHADOW,
             {},
             id="among modules of the same names",
-            marks=pytest.mark.xfail(
-                strict=True, raises=RuntimeError, reason="the folder comes first on sys.path"
-            ),
         ),
         pytest.param(
             {},
             {"CUTE_DSL_LINEINFO": "1"},
             id="with the compiler's switches set",
-            marks=pytest.mark.xfail(
-                strict=True, raises=AssertionError, reason="the compiler obeys the environment"
-            ),
         ),
     ],
 )
@@ -276,7 +270,6 @@ def test_cubins_of_an_artifact_go_into_it(
     assert dsv2mk("verify", tiny_artifact).code == 0
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="build takes `cubin` for another's")
 def test_an_artifact_with_cubins_is_still_up_to_date(
     compiler: FakeCompiler, tiny_artifact: Path, dsv2mk: Call
 ) -> None:

@@ -39,7 +39,7 @@ def gate_gpu(
     monkeypatch.setattr("dsv2mk.runner.run_gate.open_gpu", opened)
     options = ["--backend", "gpu", "--positions", 6, "--free-run", 20, "--json", *args]
     done = dsv2mk("gate", decoder.artifact.path, *options)
-    assert asked == [(8 + 20 + 1, "--phases" in args)]
+    assert asked == [(6 + 20, "--phases" in args)]
     return done.code, done.json
 
 
@@ -78,7 +78,8 @@ def test_a_phase_that_differs_is_named(
     (failure,) = data["failures"]
     assert code == 1
     assert failure.startswith("position 2: layer 1, phase q_lat, element [3, 4]: expected ")
-    assert sorted(name for name, worst in data["phases"].items() if worst) == ["down", "q_lat"]
+    assert sorted(name for name, worst in data["phases"].items() if worst != 0) == ["down", "q_lat"]
+    assert data["phases"]["down"] is None  # JSON has no infinity
 
 
 def test_a_decoder_that_is_off_at_one_position_fails(
@@ -115,6 +116,62 @@ def test_a_free_run_that_goes_astray_fails(
     assert (code, data["max_relative_error"]) == (1, 0.0)
     chosen = [f"free-running decode chose 7 for position {at}," for at in range(11, 26)]
     assert [failure[: len(chosen[-1])] for failure in data["failures"]] == chosen
+
+
+@pytest.mark.parametrize("first", [0, 5, 10, 24])
+def test_what_is_no_number_fails_wherever_it_begins(
+    first: int, artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflow(position: int, logits: Tensor) -> Tensor:
+        return logits if position < first else logits.clone().fill_(math.inf)
+
+    code, data = gate_gpu(dsv2mk, monkeypatch, FakeDecoder(artifact, overflow))
+    assert (code, "free_run" in data) == (1, False)
+    assert (data["max_relative_error"] is None) == (first < 6)
+    said = [f"position {position}: logits are not finite" for position in range(first, 6)]
+    free = "free-running decode: logits at position 24 are not finite"
+    assert [failure.split(". ")[0] for failure in data["failures"]] == (said or [free])
+
+
+def test_what_is_longer_than_the_context_is_refused_before_a_gpu_is_looked_for(
+    artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv2mk.runner.run_gate.open_gpu", lambda *_, **__: pytest.fail("opened"))
+    monkeypatch.setattr("dsv2mk.runner.run_gate.ReferenceDecoder", lambda *_: pytest.fail("read"))
+    for args, said in (
+        (["--positions", 201], "--positions: expected at most 200 positions, found 201"),
+        (["--positions", 10**18], f"expected at most 200 positions, found {10**18}"),
+        (["--free-run", 193], "--free-run: expected at most 192 tokens, found 193"),
+        (["--positions", 3, "--free-run", 198], "expected at most 197 tokens, found 198"),
+        (["--tolerance", "nan"], "--tolerance: expected a finite number, found nan"),
+        (["--tolerance", "inf"], "--tolerance: expected a finite number, found inf"),
+    ):
+        done = dsv2mk("gate", artifact.path, "--backend", "gpu", *args)
+        assert (done.code, done.out) == (2, "")
+        assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("positions", "free_run", "tokens"), [(200, 1, 200), (3, 197, 200), (12, 10, 18), (12, 0, 12)]
+)
+def test_room_is_made_for_the_longer_run(
+    positions: int,
+    free_run: int,
+    tokens: int,
+    artifact: Artifact,
+    dsv2mk: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Opened(Exception):
+        pass
+
+    def opened(*_: object, tokens: int, trace: bool) -> FakeDecoder:
+        raise Opened(tokens)
+
+    monkeypatch.setattr("dsv2mk.runner.run_gate.open_gpu", opened)
+    args = ["--backend", "gpu", "--positions", positions, "--free-run", free_run]
+    done = dsv2mk("gate", artifact.path, *args)
+    assert (done.code, f"Opened: {tokens}" in done.err) == (70, True)
 
 
 # ---- generate ----
@@ -164,14 +221,15 @@ def test_tokens_and_logits_are_the_reference_s(
 def test_a_stop_token_ends_it(decoder: FakeDecoder, dsv2mk: Call) -> None:
     args = ["generate", decoder.artifact.path, "--token-ids", "5,6", "--json", "--backend"]
     free = dsv2mk(*args, "reference", "--max-new", 30, "--ignore-eos").json["token_ids"]
-    eos = free[17]
-    assert eos not in free[:17]
+    # Three digits, as the token that it takes the place of: the file keeps its size.
+    place = next(at for at in range(9, 30) if free[at] >= 100 and free[at] not in free[:at])
+    eos = free[place]
     path = decoder.artifact.path / "generation_config.json"
     path.write_text(path.read_text().replace("257", str(eos)))
     assert str(eos) in path.read_text()
     assert path.stat().st_size == decoder.artifact.manifest.files[path.name].size
     done = dsv2mk(*args, "gpu", "--max-new", 30).json
-    assert (done["token_ids"], done["stopped"]) == (free[:18], "eos")
+    assert (done["token_ids"], done["stopped"]) == (free[: place + 1], "eos")
 
 
 def test_what_only_the_reference_decoder_can_is_refused(decoder: FakeDecoder, dsv2mk: Call) -> None:

@@ -280,7 +280,6 @@ EDGES = {
 }
 
 
-@pytest.mark.xfail(strict=True, raises=(AssertionError, StopIteration), reason="no limit yet")
 @pytest.mark.parametrize("case", EDGES)
 def test_a_geometry_at_an_edge_is_refused_or_has_a_sound_plan(case: str) -> None:
     try:

@@ -202,23 +202,25 @@ def test_a_choice_is_named(row: int, value: int, column: int, artifact: Artifact
     assert first == f"{place}: expected {expected:.6g}, found {value:.6g}"
 
 
-BY_LARGEST = pytest.mark.xfail(
-    strict=True, reason="differences are over the largest number, that of an expert"
-)
-
-
 @pytest.mark.parametrize(
-    "found",
+    ("found", "worst", "said"),
     [
-        pytest.param([[150.0, 8.0], [0.5, 0.25]], marks=BY_LARGEST),
-        pytest.param([[150.0, 7.0], [0.5, 1.25]], marks=BY_LARGEST),
-        [[150.0, 77.0], [0.5, 0.25]],
+        ([[150.0, 8.0], [0.5, 0.25]], math.inf, "[0, 1]: expected 7, found 8"),
+        ([[7.0, 150.0], [0.5, 0.25]], math.inf, "[0, 0]: expected 150, found 7"),
+        ([[150.0, 77.0], [0.5, 9.0]], math.inf, "[0, 1]: expected 7, found 77"),
+        ([[150.0, 7.0], [0.5, 0.28125]], 0.0625, "[1, 1]: expected 0.25, found 0.28125"),
+        ([[150.0, 7.0], [NAN, 0.25]], math.inf, "[1, 0]: expected 0.5, found nan"),
     ],
 )
-def test_a_choice_among_many_experts_is_named(found: list[list[float]]) -> None:
+def test_a_choice_among_many_experts_is_named(
+    found: list[list[float]], worst: float, said: str
+) -> None:
+    """Experts by number, whatever the tolerance; weights by the largest weight."""
     wanted = torch.tensor([[150.0, 7.0], [0.5, 0.25]])
-    _, first = first_difference([(1, "chosen", torch.tensor(found), wanted)])
-    assert first is not None
+    phases = [(1, "chosen", torch.tensor(found), wanted)]
+    named = f"layer 1, phase chosen, element {said}"
+    assert first_difference(phases) == ({"chosen": worst}, named)
+    assert first_difference(phases, 1e9)[1] == (named if worst == math.inf else None)
 
 
 # ---- the first difference ----
