@@ -93,7 +93,7 @@ def test_kv_chunks_are_those_of_the_plan() -> None:
     expected = [constants.KV_CHUNK]
     for case in (FIVE[0], FIVE[-1]):
         size = constants.KV_CHUNK * plan_of(*case).cache_row * 2
-        expected += [size, round(constants.WINDOW / size)]
+        expected += [size, constants.window_of(size)]
     assert numbers(found.replace("bf16", "")) == expected
 
 
