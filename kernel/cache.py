@@ -11,10 +11,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dsv2mk.kernel.compile import Compiled, compile_in_process, make_sidecar
+from dsv2mk.kernel.compile import (
+    Compiled,
+    compile_in_process,
+    make_sidecar,
+    refuse_local_memory,
+)
 from dsv2mk.kernel.key import key_digest, make_key
 from dsv2mk.kernel.plan import Plan
-from dsv2mk.manifests.errors import ArtifactError, InputError
+from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.sidecar import cache_folder, parse_sidecar
 from dsv2mk.manifests.topology import Topology
@@ -23,18 +28,16 @@ from dsv2mk.manifests.topology import Topology
 def get_compiled(
     geometry: Geometry, topology: Topology, arch: str, *, allow_local_memory: bool = False
 ) -> tuple[Compiled, bool]:
-    """A kernel from the cache, compiled first if it is not there; and whether it was there."""
+    """A kernel from the cache, compiled first if it is not there; and whether it was there.
+
+    With CUTE_DSL_KEEP set it is compiled anyway: the compiler is asked to leave files.
+    """
     key = key_digest(make_key(geometry, topology, arch))
     folder = cache_folder() / key
-    found = _read(folder, key)
+    found = None if os.environ.get("CUTE_DSL_KEEP") else _read(folder, key)
     if found is not None:
-        if found.sidecar.data["local_memory"] and not allow_local_memory:
-            raise InputError(
-                f"the kernel for {arch} uses local memory (spilled registers)",
-                expected="0 bytes a thread",
-                found=found.sidecar.data["local_memory"],
-                fix="--allow-local-memory compiles it all the same; it will be slower",
-            )
+        if not allow_local_memory:
+            refuse_local_memory(found.sidecar)
         return found, True
     made = compile_in_process(geometry, topology, arch, allow_local_memory=allow_local_memory)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -77,15 +77,21 @@ def compile_in_process(
         cubin, ptx = (made / "out.cubin").read_bytes(), (made / "out.ptx").read_bytes()
         entry = (made / "out.entry").read_text()
     sidecar = make_sidecar(Plan(geometry=geometry, topology=topology), key, entry, cubin, ptx)
+    if not allow_local_memory:
+        refuse_local_memory(sidecar)
+    return Compiled(cubin=cubin, ptx=ptx, sidecar=sidecar)
+
+
+def refuse_local_memory(sidecar: Sidecar) -> None:
+    """Raise InputError if a kernel uses local memory."""
     local = sidecar.data["local_memory"]
-    if local and not allow_local_memory:
+    if local:
         raise InputError(
-            f"the kernel for {arch} uses local memory (spilled registers)",
+            f"the kernel for {sidecar.data['arch']} uses local memory (spilled registers)",
             expected="0 bytes a thread",
             found=local,
             fix="--allow-local-memory compiles it all the same; it will be slower",
         )
-    return Compiled(cubin=cubin, ptx=ptx, sidecar=sidecar)
 
 
 def make_sidecar(plan: Plan, key: dict[str, Any], entry: str, cubin: bytes, ptx: bytes) -> Sidecar:

@@ -76,6 +76,18 @@ def test_a_second_call_is_a_hit(compiler: FakeCompiler, folder: Path) -> None:
     }
 
 
+def test_who_asks_the_compiler_for_files_gets_them_though_the_kernel_is_there(
+    compiler: FakeCompiler, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = get()
+    monkeypatch.setenv("CUTE_DSL_KEEP", "sass")
+    monkeypatch.setenv("CUTE_DSL_DUMP_DIR", str(tmp_path / "dump"))
+    again, was_there = get()
+    assert (was_there, len(compiler.requests), (tmp_path / "dump").is_dir()) == (False, 2, True)
+    assert again.sidecar.encoded == first.sidecar.encoded
+    assert len(names(entry(folder))) == 3
+
+
 def test_the_cache_folder_can_be_named(
     compiler: FakeCompiler, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
