@@ -52,7 +52,10 @@ def get_compiled(
             except OSError:
                 if _read(folder, key) is not None:
                     break  # another process was first
-                shutil.rmtree(folder, ignore_errors=True)  # damaged
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder, ignore_errors=True)  # damaged
+                else:
+                    folder.unlink(missing_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return made, False

@@ -5,11 +5,14 @@ a compile is a process of its own: it reads a request on stdin and leaves cubin,
 a folder. `compile_in_process` starts it.
 """
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +27,7 @@ from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.sidecar import SIDECAR_SCHEMA, Sidecar, parse_sidecar
 from dsv2mk.manifests.topology import Topology
 
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 #: What a name of the entry starts with. Never "cutlass": ptxas spills on sm_100a with that in it.
 _NAME = "dsv2mk"
 
@@ -153,6 +157,8 @@ def make_sidecar(plan: Plan, key: dict[str, Any], entry: str, cubin: bytes, ptx:
 
 
 def _main(folder: Path) -> None:
+    with suppress(OSError, AttributeError):  # Linux: do not outlive who asked
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     request = json.load(sys.stdin)
     import cutlass.cute as cute
     from cutlass import Int32, Int64

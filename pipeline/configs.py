@@ -17,6 +17,8 @@ def named_config(geometry: str, layers: int | None = None) -> dict[str, Any]:
     if not geometry or geometry in preset_names() or not path.exists():
         config = preset_config(geometry)
     else:
+        if not path.is_file():  # a pipe would wait for ever
+            raise InputError(f"{path} is not a file")
         try:
             config = parse_object(path.read_bytes())
         except OSError as error:

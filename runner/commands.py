@@ -85,7 +85,7 @@ def generate(
             found=f"{len(token_ids)} + {max_new}",
         )
     if logits is not None:
-        logits = _writable(logits)
+        logits = _writable(logits, "--logits", folder)
     stop = frozenset() if ignore_eos else _stop_tokens(artifact)
     decode = _on_gpu if gpu else _on_reference
     new, kept, seconds = decode(
@@ -184,7 +184,7 @@ def _on_gpu(
 )
 @click.option("--warmup", type=click.IntRange(0), default=2, show_default=True)
 @click.option("--iters", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--profile", is_flag=True, help="Also show the time of each phase.")
 @click.option("--output-json", type=_PATH, metavar="FILE", help="Store what was measured.")
 @gpu_options
@@ -210,7 +210,7 @@ def bench(
     if folder is None and not (dummy and options.cubin):
         raise UsageError("no artifact", fix="Name one, or use --load-format dummy --cubin DIR")
     if output_json is not None:
-        output_json = _writable(output_json, "--output-json")
+        output_json = _writable(output_json, "--output-json", folder)
     from dsv2mk.runner import bench as measure
     from dsv2mk.runner.session import world
 
@@ -293,7 +293,7 @@ def bench(
 @click.option("--free-run", type=click.IntRange(0), default=64, show_default=True, metavar="TOKENS")
 @click.option("--phases", is_flag=True, help="Compare what every phase leaves, on a GPU.")
 @click.option("--strict", is_flag=True, help="Logits must be bit-equal, also from run to run.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--tolerance", type=click.FloatRange(0), default=2e-3, show_default=True)
 @click.option("--output-json", type=_PATH, metavar="FILE", help="Store what was found.")
 @backend_option
@@ -322,10 +322,12 @@ def gate(
     if phases and (not gpu or stored is not None):
         raise UsageError("--phases compares a GPU with the reference decoder, without --reference")
     if output_json is not None:
-        output_json = _writable(output_json, "--output-json")
+        output_json = _writable(output_json, "--output-json", folder)
     from dsv2mk.artifacts.artifact import Artifact
     from dsv2mk.runner.run_gate import GateRequest, run_gate
 
+    if output_json is not None and stored is not None and output_json == stored.resolve():
+        raise UsageError("--output-json", expected="another file than --reference", found=stored)
     artifact = Artifact.open(folder)
     request = GateRequest(
         positions=positions,
@@ -393,9 +395,11 @@ def _stop_tokens(artifact: Any) -> frozenset[int]:
     return frozenset()
 
 
-def _writable(path: Path, option: str = "--logits") -> Path:
-    """Where an output goes, links followed: a new file, or one to replace."""
+def _writable(path: Path, option: str, artifact: Path | None) -> Path:
+    """Where an output goes, links followed: a new file, or one to replace; not in the artifact."""
     real = Path(os.path.realpath(path))
+    if artifact is not None and real.is_relative_to(os.path.realpath(artifact)):
+        raise UsageError(option, expected="a file outside of the artifact", found=path)
     if not real.parent.is_dir() or (os.path.lexists(real) and not real.is_file()):
         raise UsageError(option, expected="a file in a folder that exists", found=path)
     return real

@@ -4,7 +4,13 @@ from pathlib import Path
 
 from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError, UserError
 from dsv2mk.manifests.geometry import Geometry
-from dsv2mk.manifests.sidecar import Sidecar, cache_folder, parse_sidecar
+from dsv2mk.manifests.sidecar import (
+    CUBIN_FILE,
+    CUBIN_FOLDER,
+    Sidecar,
+    cache_folder,
+    parse_sidecar,
+)
 
 
 def find_cubin(
@@ -60,18 +66,27 @@ def find_cubin(
 
 def _named(path: Path) -> list[tuple[Sidecar, Path]]:
     if path.is_dir():
-        return _in_folder(path)
+        inner = path / CUBIN_FOLDER  # of an artifact
+        return _in_folder(inner if inner.is_dir() else path)
     sidecar = path.with_suffix(".json")
     if path.suffix != ".cubin" or not sidecar.is_file():
         raise UsageError(
             "--cubin", expected="a folder, or a .cubin file beside its .json", found=path
         )
-    return [(parse_sidecar(sidecar.read_bytes(), sidecar), path)]
+    return [(_sidecar(sidecar), path)]
 
 
 def _in_folder(folder: Path) -> list[tuple[Sidecar, Path]]:
-    paths = sorted(folder.glob("*.json"), key=_newest)
-    return [(parse_sidecar(path.read_bytes(), path), path.with_suffix(".cubin")) for path in paths]
+    """What `dsv2mk cubin` has written into a folder; other files are not looked at."""
+    paths = [path for path in folder.glob("*.json") if CUBIN_FILE.fullmatch(path.name)]
+    return [(_sidecar(path), path.with_suffix(".cubin")) for path in sorted(paths, key=_newest)]
+
+
+def _sidecar(path: Path) -> Sidecar:
+    try:
+        return parse_sidecar(path.read_bytes(), path)
+    except OSError as error:
+        raise ArtifactError(f"{path}: {error.strerror}") from None
 
 
 def _in_cache() -> list[tuple[Sidecar, Path]]:

@@ -141,6 +141,8 @@ def _tokens(request: GateRequest, geometry: Geometry) -> tuple[list[int], list[T
     from safetensors.torch import load_file
 
     what = f"--reference {request.stored}"
+    if not request.stored.is_file():  # a pipe would wait for ever
+        raise UsageError(what, expected="a file", fix="Make one: dsv2mk generate DIR --logits FILE")
     try:
         loaded = load_file(request.stored)
         logits, ids = loaded["logits"], loaded["token_ids"]

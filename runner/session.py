@@ -1,5 +1,6 @@
 """From a command line to a decoder on a GPU: what every GPU command shares."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from dsv2mk.manifests.errors import ArtifactError, UsageError
 _PATH = click.Path(path_type=Path)
 
 
+#: torchrun's variables, and what they are without it.
+_TORCHRUN = (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GpuOptions:
     """How to get a decoder onto a GPU, as given on the command line."""
@@ -24,6 +29,12 @@ class GpuOptions:
     ctas: int
     timeout: float
     verify: str
+
+
+def _finite(_: object, __: object, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a number of seconds")
+    return value
 
 
 def backend_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,6 +59,7 @@ def gpu_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--timeout",
             type=click.FloatRange(0.001, 1800),
+            callback=_finite,
             default=10.0,
             show_default=True,
             help="Seconds that a wait inside the kernel may take.",
@@ -77,9 +89,12 @@ def use_gpu(backend: str) -> bool:
 def world() -> tuple[int, int]:
     """(world size, device index) of this process: from torchrun's variables, else (1, 0)."""
     try:
-        return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+        size, index = (int(os.environ.get(*pair)) for pair in _TORCHRUN)
     except ValueError:
-        raise UsageError("WORLD_SIZE and LOCAL_RANK", expected="integers") from None
+        index = -1
+    if index < 0:
+        raise UsageError("WORLD_SIZE and LOCAL_RANK", expected="integers, as torchrun sets them")
+    return size, index
 
 
 def open_gpu(

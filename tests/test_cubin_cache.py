@@ -366,3 +366,15 @@ def test_eight_processes_make_one_entry(folder: Path, tmp_path: Path) -> None:
     assert sorted(read_bytes(entry(folder)).values()) == sorted(files.values())
     assert names(tmp_path) == {"here", *(f"out-{index}" for index in range(8))}
     assert names(tmp_path / "here") == set()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_an_entry_that_is_no_folder_is_replaced(
+    kind: str, compiler: FakeCompiler, folder: Path
+) -> None:
+    get()
+    place = entry(folder)
+    shutil.rmtree(place)
+    place.touch() if kind == "file" else place.symlink_to("nowhere")
+    assert (get()[1], get()[1]) == (False, True)
+    assert len(names(place)) == 3

@@ -94,7 +94,9 @@ def test_the_newest_comes_first(place: str, newest: str, tmp_path: Path, cache: 
         if place == "cache":
             put_entry(cache, note, age=age)
         else:
-            put_cubin(tmp_path / place, make_sidecar(GEOMETRY, note=note), stem=note, age=age)
+            put_cubin(
+                tmp_path / place, make_sidecar(GEOMETRY, note=note), stem=f"dsv2mk.{note}", age=age
+            )
     given = tmp_path / "named" if place == "named" else None
     assert found_note(given, tmp_path / "own") == newest
 
@@ -313,3 +315,21 @@ def test_what_is_neither_a_folder_nor_a_cubin_is_refused(tmp_path: Path) -> None
     for given in (absent, absent / "x.cubin", path.with_suffix(".json"), path.with_suffix("")):
         error = refusal(UsageError, given)
         assert error.found == str(given)
+
+
+def test_other_files_in_a_folder_of_cubins_are_not_looked_at(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "artifact" / "cubin"
+    put_cubin(folder, make_sidecar(GEOMETRY, note="good"))
+    (folder / "notes.json").write_text("{}")
+    (folder / "z.json").symlink_to("nowhere")
+    (folder / "x.json").mkdir()
+    assert found_note(folder) == "good"
+    assert found_note(tmp_path / "artifact") == "good"  # an artifact's folder may be named too
+
+
+def test_a_sidecar_that_cannot_be_read_is_named(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "cubins"
+    folder.mkdir()
+    (folder / "dsv2mk.sm_90a.tp1.0.json").symlink_to("nowhere")
+    with pytest.raises(ArtifactError, match=r"dsv2mk\.sm_90a\.tp1\.0\.json"):
+        find_cubin(ARCH, GEOMETRY, 1, folder, None)

@@ -1,13 +1,14 @@
 """`gate` and `generate` as on a GPU, with a decoder that runs here: what they ask of it."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_gpu import FakeDecoder
-from helpers import Call, make_artifact, make_snapshot, small_config
+from helpers import Call, make_artifact, make_snapshot, read_bytes, small_config
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -237,3 +238,35 @@ def test_what_only_the_reference_decoder_can_is_refused(decoder: FakeDecoder, ds
     done = dsv2mk(*args, "--backend", "gpu", "--cache-dtype", "fp32")
     assert (done.code, "--backend reference" in done.err) == (2, True)
     assert decoder.launches == []
+
+
+@pytest.mark.parametrize("inside", ["manifest.json", "new.json"])
+def test_an_output_is_not_put_into_the_artifact(
+    inside: str, artifact: Artifact, dsv2mk: Call
+) -> None:
+    before = read_bytes(artifact.path)
+    args = ("generate", artifact.path, "--token-ids", "1", "--max-new", 1)
+    result = dsv2mk(*args, "--backend", "reference", "--logits", artifact.path / inside)
+    assert (result.code, "outside of the artifact" in result.err) == (2, True)
+    assert read_bytes(artifact.path) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--timeout", "nan"), "not a number of seconds"),
+        (("--seed", str(2**63)), "--seed"),
+    ],
+)
+def test_numbers_that_no_launch_takes_are_refused(
+    args: tuple[str, str], said: str, tmp_path: Path, dsv2mk: Call
+) -> None:
+    for command in ("bench", "gate"):
+        result = dsv2mk(command, tmp_path, *args)
+        assert (result.code, said in result.err) == (2, True)
+
+
+def test_a_pipe_is_no_reference(artifact: Artifact, tmp_path: Path, dsv2mk: Call) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    args = ("gate", artifact.path, "--backend", "reference", "--reference", tmp_path / "pipe")
+    assert dsv2mk(*args).code == 2
