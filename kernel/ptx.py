@@ -342,11 +342,6 @@ def shuffle_xor(x, lane_mask):
     return _one(f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {lane_mask}, 31, -1;", Float32, x)
 
 
-def shuffle(x, lane):
-    """The word of one lane."""
-    return _one("shfl.sync.idx.b32 {$w0}, {$r0}, {$r1}, 31, -1;", Int32, x, lane)
-
-
 def warp_max_u32(x):
     """Largest word of the warp, unsigned."""
     return _one("redux.sync.max.u32 {$w0}, {$r0}, -1;", Int32, x)
