@@ -26,20 +26,27 @@ from dsv2mk.manifests.topology import Topology
 
 
 def get_compiled(
-    geometry: Geometry, topology: Topology, arch: str, *, allow_local_memory: bool = False
+    geometry: Geometry,
+    topology: Topology,
+    arch: str,
+    *,
+    collective: str = "p2p",
+    allow_local_memory: bool = False,
 ) -> tuple[Compiled, bool]:
     """A kernel from the cache, compiled first if it is not there; and whether it was there.
 
     With CUTE_DSL_KEEP set it is compiled anyway: the compiler is asked to leave files.
     """
-    key = key_digest(make_key(geometry, topology, arch))
+    key = key_digest(make_key(geometry, topology, arch, collective))
     folder = cache_folder() / key
     found = None if os.environ.get("CUTE_DSL_KEEP") else _read(folder, key)
     if found is not None:
         if not allow_local_memory:
             refuse_local_memory(found.sidecar)
         return found, True
-    made = compile_in_process(geometry, topology, arch, allow_local_memory=allow_local_memory)
+    made = compile_in_process(
+        geometry, topology, arch, collective=collective, allow_local_memory=allow_local_memory
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{key[:16]}.", dir=folder.parent))
     try:
@@ -90,7 +97,7 @@ def _read(folder: Path, key: str) -> Compiled | None:
         return None
     if sidecar.data["kernel_key"] != key or not sidecar.matches(cubin):
         return None
-    plan = Plan(geometry=sidecar.geometry, topology=sidecar.topology)
+    plan = Plan(geometry=sidecar.geometry, topology=sidecar.topology, collective=sidecar.collective)
     made = make_sidecar(plan, sidecar.data["key"], sidecar.data["entry"], cubin, ptx)
     if made.encoded != sidecar.encoded:
         return None

@@ -42,7 +42,12 @@ class Compiled:
 
 
 def compile_in_process(
-    geometry: Geometry, topology: Topology, arch: str, *, allow_local_memory: bool = False
+    geometry: Geometry,
+    topology: Topology,
+    arch: str,
+    *,
+    collective: str = "p2p",
+    allow_local_memory: bool = False,
 ) -> Compiled:
     """Compile in a process of its own.
 
@@ -52,9 +57,15 @@ def compile_in_process(
     Raises InputError if the kernel does not support the geometry, or if it uses local memory
     (spilled registers) and `allow_local_memory` is not set.
     """
-    Plan(geometry=geometry, topology=topology)  # refuses here, with the caller's messages
-    key = make_key(geometry, topology, arch)
-    request = {"geometry": geometry.to_json(), "ranks": topology.ranks, "arch": arch}
+    # Refuses here, with the caller's messages.
+    plan = Plan(geometry=geometry, topology=topology, collective=collective)
+    key = make_key(geometry, topology, arch, collective)
+    request = {
+        "geometry": geometry.to_json(),
+        "ranks": topology.ranks,
+        "arch": arch,
+        "collective": collective,
+    }
     with tempfile.TemporaryDirectory(prefix="dsv2mk-cubin-") as folder:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")
@@ -80,7 +91,7 @@ def compile_in_process(
         made = Path(folder)
         cubin, ptx = (made / "out.cubin").read_bytes(), (made / "out.ptx").read_bytes()
         entry = (made / "out.entry").read_text()
-    sidecar = make_sidecar(Plan(geometry=geometry, topology=topology), key, entry, cubin, ptx)
+    sidecar = make_sidecar(plan, key, entry, cubin, ptx)
     if not allow_local_memory:
         refuse_local_memory(sidecar)
     return Compiled(cubin=cubin, ptx=ptx, sidecar=sidecar)
@@ -169,6 +180,7 @@ def _main(folder: Path) -> None:
     plan = Plan(
         geometry=Geometry.from_json(request["geometry"]),
         topology=Topology(ranks=request["ranks"]),
+        collective=request["collective"],
     )
     zeros = [Int32(0) if kind == "i32" else Int64(0) for _, kind in PARAMETERS]
     compiled = cute.compile(make_host(plan, _NAME), *zeros, Int32(1))

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsv2mk.kernel import ptx
 from dsv2mk.kernel.env import Env
 from dsv2mk.kernel.gemv import long_rows, reduce_lanes
-from dsv2mk.kernel.hops import arrive, is_collective, sync, wait
+from dsv2mk.kernel.hops import arrive, is_collective, is_multimem, multicast, sync, wait
 from dsv2mk.kernel.plan import MAX_CTAS, WARPS
 from dsv2mk.kernel.stream import land, release, run_of
 
@@ -87,7 +87,9 @@ def _publish(env: Env, value, token):
     """Store the CTA's best with every rank."""
     offset = env.plan.exchange_offset + env.plan.exchange["best"][0]
     mine = Int64(env.param("rank") * MAX_CTAS + env.cta) * 8
-    if const_expr(is_collective(env, "best")):
+    if const_expr(is_multimem(env, "best")):
+        ptx.multimem_st2_f32(multicast(env) + Int64(offset) + mine, value, ptx.as_f32(token))
+    elif const_expr(is_collective(env, "best")):
         for rank in cutlass.range_constexpr(env.plan.ranks):
             at = ptx.ldg_64(env.param("peers") + 8 * rank) + Int64(offset) + mine
             ptx.stg2_f32(at, value, ptx.as_f32(token))

@@ -37,13 +37,69 @@ arrived at that hop after it had finished reading X of layer l:
 | down | down and the next qkv (or best) | act |
 | best | best and the next token's qkv | down |
 
-With several ranks `o`, `down` and `best` are written by all of them, and the other hops are a
-rank's own: what orders the ranks are `o` and `down` themselves, each between two uses of the other.
-All ranks must launch the same number of CTAs.
-
 The scout of the last CTA appends to the cache and arrives at the hop after qkv as one arrival
 more. Consumers do not wait for `route`: their scout does, and hands them the list of routed units
 over an mbarrier.
+
+With several ranks
+------------------
+`o`, `down` and `best` are collectives, the other hops are a rank's own. Every rank has a buffer
+with a row for each rank. It writes its row into the buffers of all, and adds up its own buffer in
+rank order (of `best`, it takes the best). So all ranks get equal bits, with either collective. All
+ranks must launch the same number of CTAs. `Plan.collective` says how a row is written:
+
+- p2p: R plain stores, one `fence.acq_rel.sys` and R `red.relaxed.sys`, through the addresses in
+  `peers`. (R `red.release.sys` would each wait for the stores, one after the other.)
+- multimem: one `multimem.st` and one `multimem.red`, through the workspaces' NVLink multicast
+  address, entry R of `peers`: the switch passes them on to all ranks. It does not sum
+  (`multimem.ld_reduce`): the order would be the switch's, so bits could change; and each of the N
+  CTAs needs all of H, so N H values would come through it where R H are enough.
+
+Why p2p orders, in words of the PTX ISA's memory model. N CTAs a rank; c is a CTA of any rank, d one
+of rank q:
+
+1. W, a weak store of a share to q by some thread of c, precedes the `barrier.sync` in `arrive`.
+   That synchronizes the CTA's threads, so W precedes what thread 0 of c does next,
+2. `fence.acq_rel.sys` and `red.relaxed.sys` on q's counter: a release pattern. Causality order is
+   transitive, so it covers the stores of all threads of c, not only its own.
+3. Thread 0 of d polls with `ld.acquire.sys`. A sum that has reached its target has passed through
+   all N R reds, each an atomic of scope sys, so all of them precede the load in observation order,
+   and each of the N R release patterns synchronizes with it.
+4. A barrier, as in 1, and the read by some thread of d.
+
+So W precedes the read in causality order, and the read returns it. As they do not race, neither
+needs a scope: the read is `ld.relaxed.gpu` only to pass by the L1. The counter does: two operations
+synchronize if the scope of each includes the other's thread, and gpu is one device's threads. (The
+model speaks of one program's addresses. Processes map a peer's memory each at their own; we take
+these for one address, as all that use peer memory do.) Data have no flags: the count says that
+rows are there. A flag beside each value would save the wait of the release for the stores before
+it, about a trip over NVLink a hop, for twice the bytes, and R H words to poll instead of one.
+
+Why ranks may write a buffer again: all CTAs of all ranks arrive at each collective, and wait for
+it. A CTA reads X, arrives at the next collective Y, and whoever writes X again has waited for Y:
+
+- X = o of layer l: Y is down of l. It is written again in the next layer, or the next token.
+- X = down of l: Y is o of l + 1, or best after the last layer. Written again after both that Y and
+  the next o.
+- X = best: Y is o of layer 0 of the next token, at which a CTA arrives after it has chosen. Written
+  again after the down of that token's last layer.
+
+Steps 1 to 4 with the read in place of W: it precedes the new store in causality order, so it cannot
+return it. A launch's end and the next one's start are ordered by the stream, so this holds over
+launches; ranks need not start together. Only the zeroes must be in all workspaces before any rank
+starts.
+
+multimem is the same chain, with `multimem.st.weak` for W and `multimem.red.release.sys` in 2. For
+the PTX ISA a multicast address is a virtual address of one location on each device, for
+`multimem.*` alone, whose qualifiers mean what they mean in the memory model. It is an alias of each
+rank's own address, and aliases count as different proxies: an access through one precedes an access
+through the other only if there is a `fence.proxy.alias` on the path. Thread 0 has it before the
+red, so it is on every path from a store to a read, and from a read over Y to the next store. The
+counter too is added to through one address and read through the other. No fence can stand between
+a red and a poll that run at once, and taken literally the model does not let them synchronize: they
+are not morally strong. The CUDA programming guide's example of a barrier over multicast does just
+this, with a `fence.proxy.alias` between red and poll: hence the second one. The kernel with
+multimem has been compiled and read, and never run.
 
 The watchdog
 ------------
@@ -185,6 +241,16 @@ def is_collective(env: Env, name: str) -> bool:
     return env.plan.ranks > 1 and name in ("o", "down", "best")
 
 
+def is_multimem(env: Env, name: str) -> bool:
+    """Whether it is one that uses the multicast address."""
+    return is_collective(env, name) and env.plan.collective == "multimem"
+
+
+def multicast(env: Env):
+    """Multicast address of the workspaces. Read where it is used: no register is kept for it."""
+    return ptx.ldg_64(env.param("peers") + 8 * env.plan.ranks)
+
+
 def arrivals(env: Env, name: str):
     """Arrivals that make up a hop: the CTAs, and the scout that appends to the cache."""
     ranks = env.plan.ranks if is_collective(env, name) else 1
@@ -204,12 +270,17 @@ def target_of(env: Env, name: str, n):
 @cute.jit
 def signal(env: Env, name: cutlass.Constexpr):
     """One arrival, by one thread."""
-    if const_expr(is_collective(env, name)):
+    if const_expr(is_multimem(env, name)):
+        ptx.fence_alias()
+        ptx.multimem_red_release(multicast(env) + Int64(env.plan.counters[name]), Int32(1))
+        ptx.fence_alias()
+    elif const_expr(is_collective(env, name)):
+        ptx.fence_system()  # once: it waits for the stores over NVLink
         for rank in cutlass.range_constexpr(env.plan.ranks):
             peer = ptx.ldg_64(env.param("peers") + 8 * rank)
-            ptx.red_release(peer + Int64(env.plan.counters[name]), Int32(1), "sys")
+            ptx.red_relaxed_system(peer + Int64(env.plan.counters[name]), Int32(1))
     else:
-        ptx.red_release(env.counter(name), Int32(1), "gpu")
+        ptx.red_release(env.counter(name), Int32(1))
 
 
 @cute.jit
@@ -246,9 +317,14 @@ def publish_row(env: Env, name: cutlass.Constexpr, layer, row, value):
     if const_expr(is_collective(env, name)):
         offset = env.plan.exchange_offset + env.plan.exchange[name][0]
         mine = (env.param("rank") * env.plan.geometry.hidden_size + row) * 4
-        for rank in cutlass.range_constexpr(env.plan.ranks):
-            peer = ptx.ldg_64(env.param("peers") + 8 * rank)
-            at = peer + Int64(offset) + Int64(layer) * env.param("trace") + Int64(mine)
-            ptx.stg_f32(at, value)
+        if const_expr(is_multimem(env, name)):
+            # Added up in this order: in another, ptxas spills with two ranks.
+            at = Int64(mine + offset) + Int64(layer) * env.param("trace")
+            ptx.multimem_st_f32(multicast(env) + at, value)
+        else:
+            for rank in cutlass.range_constexpr(env.plan.ranks):
+                peer = ptx.ldg_64(env.param("peers") + 8 * rank)
+                at = peer + Int64(offset) + Int64(layer) * env.param("trace") + Int64(mine)
+                ptx.stg_f32(at, value)
     else:
         ptx.stg_f32(env.exchange(name, layer) + Int64(row) * 4, value)

@@ -29,13 +29,16 @@ _WHEELS = (
 )
 
 
-def make_key(geometry: Geometry, topology: Topology, arch: str) -> dict[str, Any]:
+def make_key(
+    geometry: Geometry, topology: Topology, arch: str, collective: str = "p2p"
+) -> dict[str, Any]:
     """What decides the bytes of a cubin. Raises InputError without the compiler's wheels."""
     return {
         "arch": arch,
         "fingerprint": fingerprint(),
         "geometry": geometry.to_json(),
         "layout_version": LAYOUT_VERSION,
+        "options": {"collective": collective},
         "scheme": SCHEME,
         "sources": sources(),
         "topology": {"ranks": topology.ranks},

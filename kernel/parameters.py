@@ -13,7 +13,9 @@ PARAMETERS = (
     ("down_scale", "u64"),
     ("cache", "u64"),  # [L, cache_tokens, cache_row] bf16
     ("workspace", "u64"),  # zeroed once; its counters go on over launches
-    ("peers", "u64"),  # [R] u64: each rank's workspace
+    # [R] u64: each rank's workspace, its own at the address above. With multimem one more: the
+    # multicast address of them all. (A parameter of its own would change every p2p kernel.)
+    ("peers", "u64"),
     ("tokens", "u64"),  # [positions + 1] int32: fed, and chosen
     ("logits", "u64"),  # [v] fp32 of the last position; 0: not wanted
     ("status", "u64"),  # 16 int32 that the host sees: see hops.py

@@ -22,6 +22,7 @@ from dsv2mk.manifests.errors import InputError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.layout import RankLayout, TensorSpec
 from dsv2mk.manifests.scheme import BLOCK
+from dsv2mk.manifests.sidecar import COLLECTIVES
 from dsv2mk.manifests.topology import Topology
 
 #: Consumer warps of a CTA: four warpgroups. A fifth holds the other roles, a warp each.
@@ -107,10 +108,17 @@ class Plan:
 
     geometry: Geometry
     topology: Topology
+    collective: str = "p2p"  # or multimem: see hops.py
 
     def __post_init__(self) -> None:
         g = self.geometry
         self.topology.check(g)
+        if self.collective not in COLLECTIVES:
+            raise InputError(
+                "the kernel: collective", expected=" or ".join(COLLECTIVES), found=self.collective
+            )
+        if self.collective == "multimem" and self.ranks == 1:
+            raise InputError("the kernel: collective multimem", expected="several ranks", found=1)
         wide = [("hidden_size", g.hidden_size, 2 * BLOCK), ("kv_lora_rank", g.kv_lora_rank, 32)]
         wide += [("qk_rope_head_dim", g.qk_rope_head_dim, 16), ("v_head_dim", g.v_head_dim, 8)]
         wide += [

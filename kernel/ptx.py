@@ -148,10 +148,32 @@ def st_system(addr, value):
     inline_ptx("st.relaxed.sys.global.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def red_release(addr, value, scope):
-    """Add to a counter after everything that this thread has seen. scope: gpu or sys."""
+def red_release(addr, value):
+    """Add to a counter of this GPU after everything that this thread has seen."""
+    inline_ptx("red.release.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def red_relaxed_system(addr, value):
+    """Add to a counter of any GPU; a fence before it orders it."""
+    inline_ptx("red.relaxed.sys.global.add.u32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def multimem_st_f32(addr, value):
+    """Store one fp32 at a multicast address: in the memory of every rank."""
+    inline_ptx("multimem.st.weak.global.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def multimem_st2_f32(addr, a, b):
+    """Store two fp32 at a multicast address; 8-byte aligned."""
     inline_ptx(
-        f"red.release.{scope}.global.add.u32 [{{$r0}}], {{$r1}};", read_only_args=[addr, value]
+        "multimem.st.weak.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, a, b]
+    )
+
+
+def multimem_red_release(addr, value):
+    """`red_release` at a multicast address: to the counter of every rank."""
+    inline_ptx(
+        "multimem.red.release.sys.global.add.u32 [{$r0}], {$r1};", read_only_args=[addr, value]
     )
 
 
@@ -173,6 +195,11 @@ def claim(addr):
 def fence_system():
     """Order this thread's accesses for the whole system."""
     inline_ptx("fence.acq_rel.sys;")
+
+
+def fence_alias():
+    """Order accesses to one memory through different addresses."""
+    inline_ptx("fence.proxy.alias;")
 
 
 def fence_async():

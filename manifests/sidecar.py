@@ -20,6 +20,9 @@ from dsv2mk.manifests.layout import LAYOUT_VERSION
 from dsv2mk.manifests.topology import Topology
 
 SIDECAR_SCHEMA = 1
+#: How ranks hand each other their shares: a store to each peer, or one to a multicast address.
+#: The first is what a kernel does whose key does not say.
+COLLECTIVES = ("p2p", "multimem")
 #: Folder of an artifact that its cubins are in, and their files.
 CUBIN_FOLDER = "cubin"
 CUBIN_FILE = re.compile(r"dsv2mk\.[A-Za-z0-9_.]+\.(cubin|ptx|json)")
@@ -57,6 +60,7 @@ class Sidecar:
     data: Mapping[str, Any]
     geometry: Geometry
     topology: Topology
+    collective: str = COLLECTIVES[0]
 
     def __getattr__(self, name: str) -> Any:
         if name == "data" or name not in self.data:  # while it is being copied there is no data
@@ -71,7 +75,10 @@ class Sidecar:
     @property
     def file_stem(self) -> str:
         """Name of the cubin's files, without what follows the last dot."""
-        return f"dsv2mk.{self.data['arch']}.tp{self.topology.ranks}.{self.data['kernel_key'][:16]}"
+        start = f"dsv2mk.{self.data['arch']}.tp{self.topology.ranks}"
+        if self.collective != COLLECTIVES[0]:
+            start += f".{self.collective}"
+        return f"{start}.{self.data['kernel_key'][:16]}"
 
     def matches(self, cubin: bytes) -> bool:
         """Whether these are the bytes that the sidecar describes."""
@@ -108,9 +115,12 @@ def parse_sidecar(encoded: bytes, where: object) -> Sidecar:
         geometry = Geometry.from_json(key["geometry"])
         topology = Topology(ranks=key["topology"]["ranks"])
         topology.check(geometry)
+        collective = key.get("options", {}).get("collective", COLLECTIVES[0])
+        if collective not in COLLECTIVES or (collective == "multimem" and topology.ranks == 1):
+            raise ValueError("collective")
         same = hashlib.sha256(canonical_json(key)).hexdigest() == data["kernel_key"]
         if not same or key["layout_version"] != LAYOUT_VERSION or key["arch"] != data["arch"]:
             raise ValueError("kernel key")
     except (ValueError, KeyError, TypeError, AttributeError, InputError) as error:
         raise ArtifactError(f"{where} is damaged: {error}", fix=fix) from None
-    return Sidecar(data=data, geometry=geometry, topology=topology)
+    return Sidecar(data=data, geometry=geometry, topology=topology, collective=collective)

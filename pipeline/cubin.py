@@ -11,7 +11,7 @@ from dsv2mk.artifacts.console import Report, reporting, size_text, table_text
 from dsv2mk.kernel.key import ARCHS
 from dsv2mk.manifests.errors import UsageError
 from dsv2mk.manifests.geometry import Geometry
-from dsv2mk.manifests.sidecar import CUBIN_FOLDER
+from dsv2mk.manifests.sidecar import COLLECTIVES, CUBIN_FOLDER
 from dsv2mk.manifests.topology import Topology
 from dsv2mk.pipeline.configs import named_config
 
@@ -40,6 +40,13 @@ def _archs(_: object, __: object, text: str) -> list[str]:
     help="sm_90a (H100, H200), sm_100a (B200), sm_103a (B300).",
 )
 @click.option(
+    "--collective",
+    type=click.Choice(COLLECTIVES),
+    default=COLLECTIVES[0],
+    show_default=True,
+    help="How ranks exchange: stores to each peer, or through NVLink multicast.",
+)
+@click.option(
     "--out",
     type=_PATH,
     metavar="DIR",
@@ -53,6 +60,7 @@ def cubin(
     layers: int | None,
     tp: int | None,
     archs: list[str],
+    collective: str,
     out: Path | None,
     allow_local_memory: bool,
 ) -> Report:
@@ -60,13 +68,15 @@ def cubin(
     from dsv2mk.kernel.cache import get_compiled, write_compiled
 
     shape, topology = _subject(artifact, geometry, layers, tp)
+    if collective == "multimem" and topology.ranks == 1:
+        raise UsageError("--collective multimem", expected="several ranks", found=1)
     folder = out or (artifact / CUBIN_FOLDER if artifact else Path("build") / "cubin")
     rows = [["arch", "registers", "spills", "shared memory", "cubin", "seconds", "file"]]
     made: list[dict[str, Any]] = []
     for arch in archs:
         started = time.perf_counter()
         compiled, cached = get_compiled(
-            shape, topology, arch, allow_local_memory=allow_local_memory
+            shape, topology, arch, collective=collective, allow_local_memory=allow_local_memory
         )
         seconds = time.perf_counter() - started
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,6 +85,7 @@ def cubin(
         entry = {
             "arch": arch,
             "cached": cached,
+            "collective": collective,
             "cubin": str(path),
             "cubin_bytes": len(compiled.cubin),
             "kernel_key": side.kernel_key,

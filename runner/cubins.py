@@ -5,6 +5,7 @@ from pathlib import Path
 from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError, UserError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.sidecar import (
+    COLLECTIVES,
     CUBIN_FILE,
     CUBIN_FOLDER,
     Sidecar,
@@ -14,9 +15,15 @@ from dsv2mk.manifests.sidecar import (
 
 
 def find_cubin(
-    arch: str, geometry: Geometry | None, ranks: int | None, given: Path | None, own: Path | None
+    arch: str,
+    geometry: Geometry | None,
+    ranks: int | None,
+    given: Path | None,
+    own: Path | None,
+    *,
+    collective: str = COLLECTIVES[0],
 ) -> tuple[Sidecar, bytes]:
-    """A cubin for this architecture and, where they are given, this model and number of ranks.
+    """A cubin for this architecture and collective and, where given, this model and these ranks.
 
     given: a folder or a .cubin file that the user named; else `own`, the artifact's folder, and
     the compiler's cache are looked through, newest first. Raises NodeError if none fits, saying
@@ -30,7 +37,9 @@ def find_cubin(
         found = _in_folder(own) if own is not None and own.is_dir() else []
         found += _in_cache()
         where = "the artifact and the cache"
-    fix = f"Compile one: dsv2mk cubin --artifact DIR --arch {arch}, or name it: --cubin DIR"
+    option = "" if collective == COLLECTIVES[0] else f" --collective {collective}"
+    line = f"dsv2mk cubin --artifact DIR --arch {arch}{option}"
+    fix = f"Compile one: {line}, or name it: --cubin DIR"
     if not found:
         raise NodeError(f"no cubin in {where}", fix=fix)
     if geometry is not None:
@@ -48,6 +57,12 @@ def find_cubin(
             raise NodeError(
                 "no cubin for this number of ranks", expected=ranks, found=offered, fix=fix
             )
+    offered = ", ".join(sorted({side.collective for side, _ in fitting}))
+    fitting = [one for one in fitting if one[0].collective == collective]
+    if not fitting:
+        raise NodeError(
+            "no cubin with this collective", expected=collective, found=offered, fix=fix
+        )
     sidecar, path = fitting[0]
     if any(side.geometry != sidecar.geometry for side, _ in fitting):
         raise UsageError(f"{where} holds cubins of several models", fix="Name one .cubin file")

@@ -1,8 +1,12 @@
-"""What a plan must hold to, counted another way: from the kernel's loads, stores and loops."""
+"""What a plan must hold to, counted another way: from the kernel's loads, stores and loops.
+
+And what a kernel's PTX says of them.
+"""
 
 import itertools
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 from dsv2mk.kernel import plan as constants
 from dsv2mk.kernel.plan import HOPS, Matrix, Plan
@@ -230,3 +234,42 @@ def most_at_work(plan: Plan) -> tuple[int, int]:
         dense = [owner(unit) for unit in range(g.layer_units(0))]
         units = max(units, *(dense.count(rank) for rank in range(plan.ranks)))
     return units, routed
+
+
+# ---- PTX ----
+
+
+def instructions(ptx: str) -> Iterator[str]:
+    """Instructions of a PTX text without guards, labels, comments and braces."""
+    for line in re.sub(r"//[^\n]*", "", ptx).splitlines():
+        for part in line.split(";"):
+            text = re.sub(r"^(@!?%\w+\s+)", "", part.strip(" \t{}"))
+            if re.match(r"[a-z]", text):
+                yield text
+
+
+def through_peers(ptx: str, listed: int) -> tuple[set[int], list[str]]:
+    """Offsets at which `peers`, parameter `listed`, is read; what uses the addresses found there.
+
+    Followed from the parameter through sums and copies, each register being written once.
+    """
+    places: dict[str, int] = {}  # register with an address in `peers`: the offset
+    found: set[str] = set()  # registers that derive from an address found there
+    offsets, users = set(), []
+    for text in instructions(ptx):
+        name, registers = text.split()[0], re.findall(r"%\w+", text)
+        number = re.search(r"(?:, |\+)(\d+)\]?$", text)
+        offset = int(number[1]) if number else 0
+        if name.startswith("ld.param") and f"_param_{listed}]" in text:
+            places[registers[0]] = 0
+        elif name.startswith("add.s64") and registers[1] in places:
+            places[registers[0]] = places[registers[1]] + offset
+        elif name.startswith("ld.global.b64"):
+            offsets.add(places[registers[1]] + offset)
+            found.add(registers[0])
+        elif found.intersection(registers):
+            if name.startswith(("add.s64", "mov.")):
+                found.add(registers[0])
+            else:
+                users.append(name)
+    return offsets, users

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,13 +15,16 @@ from dsv2mk.kernel.compile import Compiled
 from dsv2mk.kernel.parameters import PARAMETERS
 from dsv2mk.kernel.plan import THREADS, Plan
 from dsv2mk.manifests.geometry import Geometry, preset_config
+from dsv2mk.manifests.sidecar import CUBIN_FILE, parse_sidecar
 from dsv2mk.manifests.topology import Topology
 
-pytest.register_assert_rewrite("fake_compiler")
+pytest.register_assert_rewrite("fake_compiler", "reference_plan")
 
 from fake_compiler import FakeCompiler, clean_environment  # noqa: E402
+from reference_plan import instructions, through_peers  # noqa: E402
 
-Get = Callable[[str, int, str], Compiled]
+Get = Callable[..., Compiled]
+Kernel = tuple[str, int, str, str]
 
 
 @pytest.fixture(autouse=True)
@@ -31,30 +34,32 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Get:
-    """A kernel by preset, ranks and arch; each is compiled once for the whole module."""
+    """A kernel by preset, ranks, arch and collective; each is compiled once for the module."""
 
     @cache
-    def get(preset: str, ranks: int, arch: str) -> Compiled:
+    def get(preset: str, ranks: int, arch: str, collective: str = "p2p") -> Compiled:
         geometry = Geometry.from_config(preset_config(preset))
         with pytest.MonkeyPatch.context() as patch:
             clean_environment(patch)
             patch.setenv("DSV2MK_CUBIN_CACHE", str(tmp_path_factory.mktemp("cache")))
-            return get_compiled(geometry, Topology(ranks=ranks), arch)[0]
+            return get_compiled(geometry, Topology(ranks=ranks), arch, collective=collective)[0]
 
     return get
 
 
 KERNELS = [
-    ("tiny", 1, "sm_100a"),
-    slow(("tiny", 1, "sm_90a")),
-    slow(("tiny", 1, "sm_103a")),
+    ("tiny", 1, "sm_100a", "p2p"),
+    slow(("tiny", 1, "sm_90a", "p2p")),
+    slow(("tiny", 1, "sm_103a", "p2p")),
     *(
-        slow((preset, ranks, arch))
-        for preset, ranks in (
-            ("deepseek-v2-lite", 1),
-            ("deepseek-v2", 1),
-            ("deepseek-v2", 8),
-            ("deepseek-v2.5", 1),
+        slow((preset, ranks, arch, collective))
+        for preset, ranks, collective in (
+            ("deepseek-v2-lite", 1, "p2p"),
+            ("deepseek-v2", 1, "p2p"),
+            ("deepseek-v2", 8, "p2p"),
+            ("deepseek-v2", 2, "multimem"),
+            ("deepseek-v2", 8, "multimem"),
+            ("deepseek-v2.5", 1, "p2p"),
         )
         for arch in ("sm_90a", "sm_100a")
     ),
@@ -66,13 +71,13 @@ each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=str)
 
 
 @each_kernel
-def test_a_kernel_fits_a_multiprocessor(compiled: Get, kernel: tuple[str, int, str]) -> None:
+def test_a_kernel_fits_a_multiprocessor(compiled: Get, kernel: Kernel) -> None:
     side = compiled(*kernel).sidecar
-    preset, ranks, arch = kernel
-    plan = Plan(
-        geometry=Geometry.from_config(preset_config(preset)), topology=Topology(ranks=ranks)
-    )
+    preset, ranks, arch, collective = kernel
+    geometry = Geometry.from_config(preset_config(preset))
+    plan = Plan(geometry=geometry, topology=Topology(ranks=ranks), collective=collective)
     assert (side.arch, side.topology, side.geometry) == (arch, plan.topology, plan.geometry)
+    assert side.collective == collective
     assert (side.block, side.cluster, side.cooperative) == (640, 1, True)
     assert side.local_memory == 0
     # A warp's registers come in groups of 256: eight a lane.
@@ -84,19 +89,8 @@ def test_a_kernel_fits_a_multiprocessor(compiled: Get, kernel: tuple[str, int, s
     assert [list(one) for one in PARAMETERS] == side.parameters
 
 
-def instructions(ptx: str) -> Iterator[str]:
-    """Instructions of a PTX text without guards, labels, comments and braces."""
-    for line in re.sub(r"//[^\n]*", "", ptx).splitlines():
-        for part in line.split(";"):
-            text = re.sub(r"^(@!?%\w+\s+)", "", part.strip(" \t{}"))
-            if re.match(r"[a-z]", text):
-                yield text
-
-
 @each_kernel
-def test_a_kernel_uses_what_it_should_and_nothing_else(
-    compiled: Get, kernel: tuple[str, int, str]
-) -> None:
+def test_a_kernel_uses_what_it_should_and_nothing_else(compiled: Get, kernel: Kernel) -> None:
     ptx = compiled(*kernel).ptx.decode()
     assert re.findall(r"^\.target (\S+)$", ptx, re.MULTILINE) == [kernel[2]]
     used = {text.split()[0] for text in instructions(ptx)}
@@ -112,17 +106,16 @@ def test_a_kernel_uses_what_it_should_and_nothing_else(
         assert any(name.startswith(start) for name in used), start
     assert not re.search(r"\.local\b", ptx)  # neither arrays nor spills
     heads = {name.split(".")[0] for name in used}
-    assert not heads & {"trap", "brkpt", "multimem", "call", "vprintf"}
+    assert not heads & {"trap", "brkpt", "call", "vprintf"}
+    assert ("multimem" in ptx) == ("multimem" in heads) == (kernel[3] == "multimem")
     # Sums have one order: atomics only count.
     for name in used:
-        if name.startswith(("atom.", "red.")):
+        if name.startswith(("atom.", "red.", "multimem.red.", "multimem.ld")):
             assert re.search(r"\.[ub](32|64)$", name), name
 
 
 @each_kernel
-def test_a_cubin_holds_the_entry_with_its_parameters(
-    compiled: Get, kernel: tuple[str, int, str]
-) -> None:
+def test_a_cubin_holds_the_entry_with_its_parameters(compiled: Get, kernel: Kernel) -> None:
     made = compiled(*kernel)
     ptx, entry = made.ptx.decode(), made.sidecar.entry
     ((name, listed),) = re.findall(r"\.entry\s+(\w+)\s*\(([^)]*)\)", ptx)
@@ -135,6 +128,35 @@ def test_a_cubin_holds_the_entry_with_its_parameters(
     assert made.cubin[:5] == b"\x7fELF\x02"
     assert b"\0.text." + entry.encode() + b"\0" in made.cubin
     assert b"\0" + entry.encode() + b"\0" in made.cubin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("ranks", "collective"), [(8, "p2p"), (2, "multimem"), (8, "multimem")])
+def test_shares_go_to_each_peer_or_through_the_multicast_address(
+    compiled: Get, ranks: int, collective: str, arch: str
+) -> None:
+    ptx = compiled("deepseek-v2", ranks, arch, collective).ptx.decode()
+    offsets, users = through_peers(ptx, [name for name, _ in PARAMETERS].index("peers"))
+    names = [text.split()[0] for text in instructions(ptx)]
+    assert names.count("ld.acquire.sys.global.b32") > 0  # who waits takes its own rank's counter
+    if collective == "p2p":
+        assert offsets == {8 * rank for rank in range(ranks)}
+        arrival, stores = "red.relaxed.sys.global.add.u32", {"st.global.f32", "st.global.v2.f32"}
+        assert users.count(arrival) == 3 * ranks  # o, down and best
+        fence = "fence.acq_rel.sys"  # before the arrivals of each
+        order = [name for name in names if name in (arrival, fence)]
+        assert [fence, *[arrival] * ranks] * 3 == order[: 3 * (ranks + 1)]
+    else:
+        assert offsets == {8 * ranks}
+        arrival = "multimem.red.release.sys.global.add.u32"
+        stores = {"multimem.st.weak.global.f32", "multimem.st.weak.global.v2.f32"}
+        fence = "fence.proxy.alias"  # between accesses through two addresses: see hops.py
+        assert [name for name in names if name in (arrival, fence)] == [fence, arrival, fence] * 3
+    assert set(users) == {arrival, *stores}
+    for name in set(names):
+        if "multimem" in name or "red.relaxed.sys" in name:
+            assert users.count(name) == names.count(name)
 
 
 # ---- the same bytes ----
@@ -248,6 +270,24 @@ def test_the_command_leaves_cubin_ptx_and_sidecar(
     assert all(made["cubin"] in shown.out for made in first.json["cubins"])
 
 
+def test_each_collective_is_a_kernel_of_its_own(
+    compiler: FakeCompiler, tmp_path: Path, dsv2mk: Call
+) -> None:
+    args = ("cubin", "--geometry", "tiny", "--tp", 2, "--out", tmp_path, "--json")
+    keys = []
+    for collective, infix in (("multimem", ".multimem"), ("p2p", ""), ("multimem", ".multimem")):
+        (made,) = dsv2mk(*args, "--collective", collective).json["cubins"]
+        path = Path(made["cubin"])
+        assert path.name == f"dsv2mk.sm_100a.tp2{infix}.{made['kernel_key'][:16]}.cubin"
+        assert CUBIN_FILE.fullmatch(path.name)
+        sidecar = parse_sidecar(path.with_suffix(".json").read_bytes(), path)
+        assert sidecar.collective == made["collective"] == collective
+        keys.append(made["kernel_key"])
+    assert keys[0] == keys[2] != keys[1]
+    assert dsv2mk(*args).json["cubins"][0]["kernel_key"] == keys[1]  # the default
+    assert [request["collective"] for request in compiler.requests] == ["multimem", "p2p"]
+
+
 def test_without_out_files_go_to_build(
     compiler: FakeCompiler, tmp_path: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +334,8 @@ def test_an_artifact_with_cubins_is_still_up_to_date(
         (["--geometry", "tiny", "--tp", "3"], 10, "divisor of the 8 heads"),
         (["--geometry", "tiny", "--tp", "16"], 10, "divisor of the 8 heads"),
         (["--geometry", "tiny", "--tp", "0"], 2, "--tp"),
+        (["--geometry", "tiny", "--collective", "multimem"], 2, "expected several ranks, found 1"),
+        (["--geometry", "tiny", "--tp", "2", "--collective", "nvls"], 2, "'nvls' is not one of"),
         (["--geometry", "wide.json"], 10, "the kernel: hidden_size: expected a multiple of 256"),
         (["--geometry", "broken.json"], 10, "broken.json"),
     ],

@@ -10,8 +10,10 @@ import pytest
 from fake_gpu import CUBIN, make_sidecar, put_cubin
 from helpers import tiny_config
 
+from dsv2mk.manifests.canonical import canonical_json
 from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError, UserError
 from dsv2mk.manifests.geometry import Geometry
+from dsv2mk.manifests.sidecar import Sidecar, parse_sidecar
 from dsv2mk.runner.cubins import find_cubin
 
 GEOMETRY = Geometry.from_config(tiny_config())
@@ -200,6 +202,51 @@ def test_a_cubin_of_another_number_of_ranks_is_refused_with_what_is_offered(
     assert (error.expected, error.found) == ("1", "2, 4, 8")
     sidecar, _ = find_cubin(ARCH, GEOMETRY, 4, None, folder)
     assert sidecar.topology.ranks == 4
+
+
+def multimem(geometry: Geometry = GEOMETRY, *, note: str = "", **options: Any) -> Sidecar:
+    """`make_sidecar` of a kernel with the other collective."""
+    data = json.loads(make_sidecar(geometry, ranks=2, note=note, **options).encoded)
+    data["key"]["options"] = {"collective": "multimem"}
+    data["kernel_key"] = hashlib.sha256(canonical_json(data["key"])).hexdigest()
+    return parse_sidecar(canonical_json(data), "a sidecar of the tests")
+
+
+@pytest.mark.parametrize("place", ["named", "own", "cache"])
+def test_a_cubin_of_the_collective_that_is_asked_for_is_taken(
+    place: str, tmp_path: Path, cache: Path
+) -> None:
+    both = (multimem(), 1), (make_sidecar(GEOMETRY, ranks=2), 9)
+    for sidecar, age in both:
+        folder = cache / sidecar.kernel_key if place == "cache" else tmp_path / place
+        stem = "kernel" if place == "cache" else None
+        put_cubin(folder, sidecar, stem=stem, age=age)
+    given = tmp_path / "named" if place == "named" else None
+    for ranks in (2, None):
+        geometry = GEOMETRY if ranks else None
+        places = (ARCH, geometry, ranks, given, tmp_path / "own")
+        assert find_cubin(*places)[0].collective == "p2p"
+        for collective in ("p2p", "multimem"):
+            sidecar, _ = find_cubin(*places, collective=collective)
+            assert sidecar.collective == collective
+
+
+def test_a_cubin_of_another_collective_is_refused_with_what_is_offered(tmp_path: Path) -> None:
+    folder = tmp_path / "named"
+    put_cubin(folder, make_sidecar(GEOMETRY, ranks=2))
+    put_cubin(folder, multimem(OTHER))
+    put_cubin(folder, multimem(arch="sm_100a"))
+    with pytest.raises(NodeError) as refused:
+        find_cubin(ARCH, GEOMETRY, 2, folder, None, collective="multimem")
+    assert (refused.value.expected, refused.value.found) == ("multimem", "p2p")
+    assert "dsv2mk cubin --artifact DIR --arch sm_90a --collective multimem" in str(refused.value)
+    put_cubin(folder, make_sidecar(GEOMETRY, ranks=4))
+    put_cubin(folder, multimem(note="later"))
+    assert find_cubin(ARCH, GEOMETRY, 2, folder, None)[0].collective == "p2p"
+    path = put_cubin(tmp_path / "other", multimem())
+    error = refusal(NodeError, path, ranks=2)
+    assert (error.expected, error.found) == ("p2p", "multimem")
+    assert "--collective" not in str(error.fix)  # the default
 
 
 # ---- damage ----

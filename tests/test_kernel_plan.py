@@ -131,6 +131,29 @@ def test_dealing_stays_within_32_bits(name: str, ranks: int) -> None:
     assert max(plan.runs.values()) * 256 < 1 << 31
 
 
+# ---- collectives ----
+
+
+def test_a_collective_takes_no_memory_of_its_own() -> None:
+    p2p = plan_of("tiny", 2)
+    multimem = replace(p2p, collective="multimem")
+    check_plan(multimem)
+    assert p2p.collective == "p2p"
+    for name in ("exchange", "counters", "smem", "smem_bytes", "exchange_offset"):
+        assert getattr(multimem, name) == getattr(p2p, name)
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "expected"),
+    [("multimem", 1, "several ranks, found 1"), ("nvls", 2, "p2p or multimem, found nvls")],
+)
+def test_a_collective_that_there_is_not_is_refused(
+    collective: str, ranks: int, expected: str
+) -> None:
+    with pytest.raises(InputError, match=f"the kernel: collective.*expected {expected}"):
+        Plan(geometry=TINY, topology=Topology(ranks=ranks), collective=collective)
+
+
 # ---- shared memory ----
 
 

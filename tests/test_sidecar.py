@@ -80,6 +80,14 @@ def assert_refused(encoded: bytes, *said: str) -> None:
         assert words in str(refused.value)
 
 
+def with_options(options: object, ranks: int = 4) -> bytes:
+    """A good sidecar, whose key has options."""
+    data = good()
+    data["key"] |= {"options": options, "topology": {"ranks": ranks}}
+    data["kernel_key"] = sha256(canonical(data["key"]))
+    return canonical(data)
+
+
 # ---- reading ----
 
 
@@ -95,6 +103,24 @@ def test_a_sidecar_reads_back() -> None:
     assert not sidecar.matches(CUBIN + b"\0")
     for name, value in data.items():
         assert getattr(sidecar, name) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "collective", "infix"),
+    [
+        ({}, "p2p", ""),
+        ({"collective": "p2p"}, "p2p", ""),
+        ({"collective": "multimem"}, "multimem", ".multimem"),
+        ({"collective": "multimem", "later": 1}, "multimem", ".multimem"),
+    ],
+)
+def test_a_collective_other_than_p2p_is_in_the_files_names(
+    options: object, collective: str, infix: str
+) -> None:
+    assert parse_sidecar(canonical(good()), WHERE).collective == "p2p"  # of before there were two
+    sidecar = parse_sidecar(with_options(options), WHERE)
+    assert sidecar.collective == copy.copy(sidecar).collective == collective
+    assert sidecar.file_stem == f"dsv2mk.sm_90a.tp4{infix}.{sidecar.kernel_key[:16]}"
 
 
 def test_an_unknown_field_is_no_attribute_and_is_kept() -> None:
@@ -178,6 +204,7 @@ def set_path(data: dict[str, Any], path: str, value: object) -> None:
         ("key.fingerprint.python", "3.12"),
         ("key.sources", {}),
         ("key.new", 1),
+        ("key.options", {"collective": "multimem"}),
     ],
 )
 def test_a_key_of_another_kernel_is_refused(path: str, value: object) -> None:
@@ -216,6 +243,22 @@ def test_a_key_that_makes_no_sense_is_refused_though_its_hash_is_right(
     set_path(data, path, value)
     data["kernel_key"] = sha256(canonical(data["key"]))
     assert_refused(canonical(data), "is damaged")
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (None, 4),
+        ([], 4),
+        ({"collective": None}, 4),
+        ({"collective": ""}, 4),
+        ({"collective": "nvls"}, 4),
+        ({"collective": ["p2p"]}, 4),
+        ({"collective": "multimem"}, 1),
+    ],
+)
+def test_a_collective_that_there_is_not_is_refused(options: object, ranks: int) -> None:
+    assert_refused(with_options(options, ranks), "is damaged")
 
 
 def test_text_that_utf_8_has_no_bytes_for_is_refused() -> None:
