@@ -5,6 +5,11 @@ of two of its values if they are more than 8 * tolerance * rms apart, where rms 
 square of its logits at that position: an error of the tolerance that is spread evenly is
 tolerance * rms an element, and each side is allowed four times that. Agreement on top-1 and top-5
 is asked for only where their order is told.
+
+A router's choice is discontinuous: experts whose logits lie closer together than rounding moves
+them are chosen by one side and not by the other, and what follows differs though both are right. So
+the reference decoder takes the experts that the decoder has chosen, and the choice is judged by
+itself: see Follower.
 """
 
 import math
@@ -16,12 +21,15 @@ import torch
 from torch import Tensor
 
 from dsv2mk.manifests.geometry import Geometry
-from dsv2mk.runner.reference import greedy
+from dsv2mk.manifests.topology import Topology
+from dsv2mk.runner.reference import ReferenceDecoder, greedy
 
 #: Bound on ||logits - reference|| / ||reference||.
 TOLERANCE = 2e-3
 #: Bound on a phase's largest difference, over the largest magnitude of the reference's values.
 PHASE_TOLERANCE = 1e-2
+#: Bound on how far a choice of experts is from the reference's own: see reference.choice_slack.
+CHOICE_TOLERANCE = 1e-3
 #: What a phase leaves, in the order of a layer; `act` is compared unit by unit.
 PHASES = ("qkv", "q", "q_lat", "latent", "value", "o", "route", "chosen", "act", "down")
 
@@ -87,13 +95,14 @@ def gate_positions(
 ) -> Verdict:
     """Feed `tokens` and compare each position's logits with the reference's.
 
-    wanted: the reference's logits by position, or a function that feeds a token to the reference.
+    wanted: the reference's logits by position, or a function that feeds a token to the reference;
+    the candidate is fed first.
     strict: they must be bit-equal. `after` is called after each position.
     """
     rows, failures = [], []
     for position, token in enumerate(tokens):
-        want = wanted(token) if callable(wanted) else wanted[position]
         got = candidate.step(token)
+        want = wanted(token) if callable(wanted) else wanted[position]
         facts = compare(got, want, tolerance)
         if strict:
             facts["bit_equal"] = bit_equal(got, want)
@@ -129,28 +138,47 @@ def gate_positions(
 
 
 def gate_free_run(
-    tokens: Sequence[int], start: int, step: Callable[[int], Tensor] | None, slack: float
+    tokens: Sequence[int],
+    start: int,
+    step: Callable[[int], Tensor] | None,
+    slack: float,
+    replay: Callable[[int], Tensor] | None = None,
 ) -> Verdict:
     """A free-running decode: tokens [start:] were chosen. Not degenerate, and as the reference's.
 
     step: feeds a token to the reference, which has seen none; a choice is right if the reference's
-    own is no better than it by more than `slack`. None: only the first check is made.
+    own is no better than it by more than `slack`. replay: feeds a token to the decoder itself, from
+    its start and before the reference is fed; it has to choose the same. None: not checked.
     """
     new = list(tokens[start:])
     failures = []
     distinct = len(set(new))
     if len(new) >= 8 and distinct < max(2, len(new) // 16):
         failures.append(f"free-running decode is degenerate: {distinct} tokens in {len(new)}")
-    equal = 0
-    if step is not None:
-        for position, token in enumerate(tokens[:-1]):
-            logits = step(token).double().cpu()
-            if position + 1 < start:
-                continue
+    equal, same = 0, True
+    for position, token in enumerate(tokens[:-1]):
+        again = None if replay is None else replay(token).double().cpu()
+        logits = None if step is None else step(token).double().cpu()
+        if position + 1 < start:
+            continue
+        chosen = tokens[position + 1]
+        if again is not None:
+            if not again.isfinite().all():
+                failures.append(f"the replay's logits at position {position} are not finite")
+                same = False
+                break
+            own = greedy(again)
+            if own != chosen:
+                failures.append(
+                    f"free-running decode chose {chosen} for position {position + 1}, its replay "
+                    f"step by step {own}"
+                )
+                same = False
+        if logits is not None:
             if not logits.isfinite().all():
                 failures.append(f"the reference's logits at position {position} are not finite")
                 break
-            chosen, best = tokens[position + 1], greedy(logits)
+            best = greedy(logits)
             equal += chosen == best
             gap = float(logits[best] - logits[chosen])
             if not gap <= slack:
@@ -161,45 +189,117 @@ def gate_free_run(
     data = {"tokens": len(new), "distinct": distinct, "slack": slack}
     if step is not None:
         data["equal_to_reference"] = equal
+    if replay is not None:
+        data["replay_equal"] = same
     return Verdict(data=data, failures=failures)
+
+
+# ---- choices of experts ----
+
+
+class Follower:
+    """The reference decoder beside a traced decoder, taking the experts that this has chosen.
+
+    A choice may differ from the reference's own where its slack is at most `tolerance`, and the
+    decoder has to list experts by descending weight. exchange: the decoder's, of its last step.
+    """
+
+    def __init__(
+        self,
+        reference: ReferenceDecoder,
+        exchange: Callable[[str, int], Tensor],
+        tolerance: float = CHOICE_TOLERANCE,
+    ) -> None:
+        self.reference = reference
+        self.failures: list[str] = []
+        self._exchange = exchange
+        self._tolerance = tolerance
+        self._slacks: list[float] = []
+
+    def step(self, token: int) -> Tensor:
+        """Feed a token that the decoder has been fed just before; the reference's logits [V]."""
+        geometry, position = self.reference.geometry, self.reference.position
+        choices = {}
+        for layer in range(geometry.first_k_dense_replace, geometry.num_hidden_layers):
+            experts, weights = _chosen(self._exchange("chosen", layer))
+            choices[layer] = experts.tolist()
+            if not bool((weights[:-1] >= weights[1:]).all()):
+                self.failures.append(
+                    f"position {position}: layer {layer} lists experts {choices[layer]} by weights "
+                    f"that do not descend: {[float(f'{weight:.6g}') for weight in weights]}"
+                )
+        logits = self.reference.step(token, choices)
+        for layer, expected, found, slack in self.reference.followed:
+            self._slacks.append(slack)
+            if not slack <= self._tolerance:
+                self.failures.append(
+                    f"position {position}: layer {layer} chose experts {found}, the reference "
+                    f"{expected}: that takes a change of the router's logits by {slack:.2e} of the "
+                    f"largest, allowed {self._tolerance:.2e}"
+                )
+        return logits
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """How many choices had another set than the reference's own, and their largest slack."""
+        return {
+            "choices_followed": len(self._slacks),
+            "largest_choice_slack": finite(max(self._slacks, default=0.0)),
+        }
+
+
+def _chosen(words: Tensor) -> tuple[Tensor, Tensor]:
+    """(experts int32, weights fp32) of a layer's `chosen`: int32 words, then fp32 ones."""
+    experts, weights = words.cpu()
+    return experts.view(torch.int32), weights
 
 
 # ---- phases ----
 
 
 def phases_of(
-    geometry: Geometry, exchange: Callable[[str, int], Tensor], reference: dict[Any, Tensor]
+    geometry: Geometry,
+    topology: Topology,
+    exchange: Callable[[str, int], Tensor],
+    reference: dict[Any, Tensor],
 ) -> list[tuple[int, str, Tensor, Tensor]]:
-    """(layer, phase, found, wanted) of all phases of a traced step, in order, fp32 on the CPU."""
+    """(layer, phase, found, wanted) of all phases of a traced step, in order, fp32 on the CPU.
+
+    exchange: rank 0's. The reference must have taken its experts: of `chosen` the weights are left.
+    """
     out = []
     for layer in range(geometry.num_hidden_layers):
         for phase in PHASES:
             if phase == "act":
-                out += _acts(geometry, layer, exchange, reference)
+                out += _acts(geometry, topology, layer, exchange, reference)
             elif (layer, phase) in reference:
                 wanted = reference[layer, phase].float().cpu()
                 found = exchange(phase, layer).cpu()
                 if phase == "chosen":
-                    found = torch.stack([found[0].view(torch.int32).float(), found[1]])
+                    found, wanted = found[1], wanted[1]
                 out.append((layer, phase, found.reshape(wanted.shape), wanted))
     return out
 
 
 def _acts(
-    geometry: Geometry, layer: int, exchange: Callable[[str, int], Tensor], reference: Any
+    geometry: Geometry,
+    topology: Topology,
+    layer: int,
+    exchange: Callable[[str, int], Tensor],
+    reference: Any,
 ) -> list[tuple[int, str, Tensor, Tensor]]:
-    """Units at work: the kernel numbers them always-on first, then by the experts it has chosen."""
+    """Rank 0's units at work: numbered always-on first, then by the experts that it has chosen."""
     acts = exchange("act", layer).cpu()
-    if geometry.is_dense(layer):
-        units = list(range(geometry.layer_units(layer)))
-    else:
-        units = list(range(geometry.routed_units, geometry.layer_units(layer)))
-        for expert in exchange("chosen", layer).cpu()[0].view(torch.int32).tolist():
+    units = list(range(geometry.layer_units(layer)))
+    if not geometry.is_dense(layer):
+        units = units[geometry.routed_units :]
+        for expert in _chosen(exchange("chosen", layer))[0].tolist():
             first = expert * geometry.expert_units
             units += range(first, first + geometry.expert_units)
+    own = [unit for unit in units if topology.unit_rank(unit) == 0]
     return [
         (layer, f"act of unit {unit}", acts[index], reference[layer, f"act {unit}"].float().cpu())
-        for index, unit in enumerate(units)
+        for index, unit in enumerate(own)
         if (layer, f"act {unit}") in reference
     ]
 
@@ -209,18 +309,12 @@ def first_difference(
 ) -> tuple[dict[str, float], str | None]:
     """Largest scaled difference of each kind of phase, and the first phase past the tolerance.
 
-    The text names layer, phase and element. A difference is infinite where a value is no number,
-    and where another expert was chosen.
+    The text names layer, phase and element. A difference is infinite where a value is no number.
     """
     worst: dict[str, float] = {}
     first = None
     for layer, phase, found, wanted in phases:
-        if phase == "chosen":
-            equal = found[0] == wanted[0]
-            numbers = torch.zeros(equal.shape, dtype=torch.float64).masked_fill(~equal, math.inf)
-            difference = torch.stack([numbers, _scaled(found[1], wanted[1])])
-        else:
-            difference = _scaled(found, wanted)
+        difference = _scaled(found, wanted)
         largest = float(difference.max())
         kind = phase.split()[0]
         worst[kind] = max(worst.get(kind, 0.0), largest)

@@ -6,11 +6,16 @@ fp32 between phases as in the kernel, and every sum runs in float64, so that nei
 ranks nor the order of a library's sums shows in the result. The latent cache is bf16, as in the
 kernel, or fp32.
 
+A router is discontinuous: where two experts' logits lie closer together than rounding moves them,
+two decoders that are both right choose differently, and then compute different functions. So the
+reference can be told which experts to take; `choice_slack` says how far that is from its own.
+
 Suffixes name shapes: H hidden, C kv_lora, R rope, N nope, V v_head_dim or vocabulary, T positions,
 h the heads of a rank, u the units of a rank that are at work.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +23,7 @@ from torch import Tensor
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.artifacts.tensors import as_torch
 from dsv2mk.manifests.errors import ArtifactError, UsageError
-from dsv2mk.manifests.geometry import LATENT_NORM_EPS
+from dsv2mk.manifests.geometry import LATENT_NORM_EPS, Geometry
 from dsv2mk.manifests.scheme import BLOCK
 
 CACHE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -51,8 +56,12 @@ class ReferenceDecoder:
         )
         self._cache: list[list[Tensor]] = [[] for _ in range(self.geometry.num_hidden_layers)]
         self._cache_dtype = cache_dtype
-        #: (layer, phase) -> what rank 0 leaves after the phase, of the last step; None: not wanted.
+        #: (layer, phase) -> what the phase leaves, of the last step; None: not wanted. Of `o` and
+        #: `down` the partial sums of all ranks [R, H], of heads rank 0's, of units every one's.
         self.trace: dict[tuple[int, str], Tensor] | None = None
+        #: (layer, own experts, given ones, choice_slack) where the last step was given another set.
+        self.followed: list[tuple[int, list[int], list[int], float]] = []
+        self._choices: Mapping[int, Sequence[int]] = {}
 
     def _note(self, layer: int, phase: str, value: Tensor) -> None:
         if self.trace is not None and (layer, phase) not in self.trace:
@@ -63,9 +72,11 @@ class ReferenceDecoder:
         """Position that the next token will take."""
         return len(self._cache[0])
 
-    def step(self, token: int) -> Tensor:
+    def step(self, token: int, choices: Mapping[int, Sequence[int]] | None = None) -> Tensor:
         """Feed one token; logits [V] fp32 of the next.
 
+        choices: layer -> experts to take there, in this order, instead of the router's own; their
+        weights are its own. What is no set of experts of the right size is not taken.
         Raises UsageError for a token outside of the vocabulary or past the longest context.
         """
         g = self.geometry
@@ -76,6 +87,7 @@ class ReferenceDecoder:
         turn = self.position * self._angles
         if self.trace is not None:
             self.trace.clear()
+        self.followed, self._choices = [], choices or {}
         h_H = self._ranks[0]["embed"][token].float()
         for layer in range(g.num_hidden_layers):
             h_H = h_H + self._attention(layer, h_H, turn)
@@ -122,7 +134,7 @@ class ReferenceDecoder:
             out_hV = (weights["w_uv"][layer].double() @ out_hC.double()[:, :, None]).float()
             partials.append(_matvec(weights["o"][layer], out_hV.flatten()))
             self._note(layer, "value", out_hV.squeeze(2))
-            self._note(layer, "o", partials[-1])
+        self._note(layer, "o", torch.stack(partials))
         return _all_reduce(partials)
 
     def _rotate(self, x: Tensor, turn: Tensor) -> Tensor:
@@ -144,7 +156,7 @@ class ReferenceDecoder:
             active = {}
             scores = _matvec(router, x_H).float()
             self._note(layer, "route", scores)
-            chosen = list(self._route(scores))
+            chosen = self._choose(layer, scores)
             self._note(layer, "chosen", torch.tensor(chosen, device=scores.device).T)
             for expert, weight in chosen:
                 first = expert * g.expert_units
@@ -160,8 +172,8 @@ class ReferenceDecoder:
                 act, y = self._unit(weights, slot, x_H, active[unit])
                 self._note(layer, f"act {unit}", act)
                 y_H += y
-            self._note(layer, "down", y_H)
             partials.append(y_H)
+        self._note(layer, "down", torch.stack(partials))
         return _all_reduce(partials)
 
     def _unit(
@@ -177,21 +189,89 @@ class ReferenceDecoder:
         down = weights["ffn_down"][slot].float() * scale[:, None]  # [H, 128]
         return act, down.double() @ act.double()
 
-    def _route(self, logits: Tensor) -> Iterator[tuple[int, float]]:
-        """(expert, weight) of the chosen experts; of equal scores the lower index wins.
+    def _choose(self, layer: int, logits: Tensor) -> list[tuple[int, float]]:
+        """(expert, weight) of the experts at work: the router's own, or those that are given."""
+        g, own = self.geometry, route(self.geometry, logits)
+        if layer not in self._choices:
+            return own
+        given, expected = list(self._choices[layer]), [expert for expert, _ in own]
+        if sorted(given) != sorted(expected):
+            slack = choice_slack(g, logits, given)
+            self.followed.append((layer, expected, given, slack))
+            if not _are_experts(g, given):
+                return own
+        weights, scores = dict(own), logits.softmax(0)
+        return [
+            (expert, weights.get(expert, float(scores[expert]) * g.routed_scaling_factor))
+            for expert in given
+        ]
 
-        Softmax over all experts; only the groups with the highest maxima may be chosen from.
-        """
-        g = self.geometry
-        scores = logits.softmax(0)
-        by_group = scores.view(g.n_group, g.experts_per_group)
-        groups = by_group.amax(1).sort(descending=True, stable=True).indices[: g.topk_group]
-        allowed = torch.zeros(g.n_group, 1, dtype=torch.bool, device=logits.device)
-        allowed[groups] = True
-        ordered = by_group.where(allowed, 0.0).flatten().sort(descending=True, stable=True)
-        for rank in range(g.num_experts_per_tok):
-            score, expert = float(ordered.values[rank]), int(ordered.indices[rank])
-            yield expert, score * g.routed_scaling_factor
+
+# ---- routing ----
+
+
+def route(g: Geometry, logits: Tensor) -> list[tuple[int, float]]:
+    """(expert, weight) of the chosen experts; of equal scores the lower index wins.
+
+    Softmax over all experts; only the groups with the highest maxima may be chosen from.
+    """
+    scores = logits.softmax(0)
+    by_group = scores.view(g.n_group, g.experts_per_group)
+    groups = by_group.amax(1).sort(descending=True, stable=True).indices[: g.topk_group]
+    allowed = torch.zeros(g.n_group, 1, dtype=torch.bool, device=logits.device)
+    allowed[groups] = True
+    ordered = by_group.where(allowed, 0.0).flatten().sort(descending=True, stable=True)
+    return [
+        (int(ordered.indices[rank]), float(ordered.values[rank]) * g.routed_scaling_factor)
+        for rank in range(g.num_experts_per_tok)
+    ]
+
+
+def choice_slack(g: Geometry, logits: Tensor, experts: Sequence[int]) -> float:
+    """By how much each logit has to change at least for the router to choose these experts.
+
+    Over the largest magnitude of the logits. 0 for its own choice, and where only ties stand
+    against `experts`; infinite if no change does it: too many groups, or no set of experts.
+    """
+    # If any change of at most d makes the router choose the set E, then so does this one: all of E
+    # up by d, all others down by d. For E is chosen if
+    # - each group with a member of E is among the topk_group with the highest maxima. Its maximum
+    #   is a member (all others in it have to be below E's least), so up, and the others' are down;
+    # - every expert outside of E but in a chosen group is below E's least: that goes up and they
+    #   down. A chosen group without a member of E may become another one, but only one that lay
+    #   below the first, and so below E's least too.
+    # So two logits that have to change places must be at most 2 d apart, and nothing else counts.
+    # If E leaves a group to choose, the best of the other groups is chosen and has to be below E's
+    # least; if not, the other groups only have to be below the least of E's group maxima.
+    if not _are_experts(g, experts) or not logits.isfinite().all():
+        return math.inf
+    values = logits.tolist()
+    best: dict[int, float] = {}  # group -> its highest member of E
+    for expert in experts:
+        group = expert // g.experts_per_group
+        best[group] = max(best.get(group, -math.inf), values[expert])
+    if len(best) > g.topk_group:
+        return math.inf
+    least = min(values[expert] for expert in experts)
+    bar = least if len(best) < g.topk_group else min(best.values())
+    apart = max(
+        (
+            value - (least if expert // g.experts_per_group in best else bar)
+            for expert, value in enumerate(values)
+            if expert not in experts
+        ),
+        default=0.0,
+    )
+    return max(apart, 0.0) / 2 / (max(map(abs, values)) or 1.0)
+
+
+def _are_experts(g: Geometry, experts: Sequence[int]) -> bool:
+    """Whether they are as many different experts as a token takes."""
+    bounded = all(0 <= expert < g.n_routed_experts for expert in experts)
+    return bounded and len(experts) == len(set(experts)) == g.num_experts_per_tok
+
+
+# ---- greedy decoding ----
 
 
 def greedy(logits: Tensor) -> int:
@@ -221,6 +301,9 @@ def generate(
         yield logits, token
         if token in stop:
             return
+
+
+# ---- arithmetic ----
 
 
 def _rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:

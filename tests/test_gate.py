@@ -1,19 +1,22 @@
 """The comparisons of the gate: logits, a free run, and what every phase leaves."""
 
+import itertools
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from helpers import small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv2mk.runner.gate import (
-    compare,
-    gate_free_run,
-    gate_positions,
-)
+from dsv2mk.manifests.geometry import Geometry
+from dsv2mk.runner.gate import CHOICE_TOLERANCE, Follower, compare, gate_free_run, gate_positions
+from dsv2mk.runner.reference import choice_slack, route
 
 NAN, INF = math.nan, math.inf
 
@@ -163,12 +166,14 @@ def test_facts_are_those_of_plain_arithmetic(pairs: list[tuple[int, int]]) -> No
 class Recorded:
     """Decodes what it was given."""
 
-    def __init__(self, *rows: Tensor) -> None:
+    def __init__(self, *rows: Tensor, log: list[str] | None = None, name: str = "") -> None:
         self.rows = list(rows)
         self.fed: list[int] = []
+        self.log, self.name = [] if log is None else log, name
 
     def step(self, token: int) -> Tensor:
         self.fed.append(token)
+        self.log.append(self.name)
         return self.rows[len(self.fed) - 1]
 
 
@@ -176,7 +181,9 @@ def test_positions_are_compared_one_by_one() -> None:
     want = [logits(3, 4, 0), logits(1, 0, 0), logits(0, 0, 2)]
     got = [logits(3, 4, 0), logits(1, 0.25, 0), logits(0, 4, 2)]
     for by_token in (False, True):
-        candidate, reference, seen = Recorded(*got), Recorded(*want), list[int]()
+        order: list[str] = []
+        candidate = Recorded(*got, log=order, name="candidate")
+        reference, seen = Recorded(*want, log=order, name="reference"), list[int]()
         verdict = gate_positions(
             candidate,
             [7, 5, 6],
@@ -187,6 +194,7 @@ def test_positions_are_compared_one_by_one() -> None:
         assert candidate.fed == [7, 5, 6]
         assert reference.fed == ([7, 5, 6] if by_token else [])
         assert seen == [0, 1, 2]
+        assert not by_token or order == ["candidate", "reference"] * 3
         assert verdict.data == {
             "positions": 3,
             "max_relative_error": 2.0,
@@ -294,3 +302,175 @@ def test_a_reference_without_numbers_fails_the_run(value: float) -> None:
     verdict = gate_free_run([0, 0, 1, 1], 1, Recorded(*rows).step, 1.0)
     assert verdict.failures == ["the reference's logits at position 1 are not finite"]
     assert verdict.data["equal_to_reference"] == 1
+
+
+def test_a_replay_chooses_what_the_launch_chose() -> None:
+    rows = [logits(0, 9, 0), logits(0, 0, 1), logits(1, 0, 0), logits(0, 3, 3)]
+    tokens = [1, 0, 2, 0, 1]  # the first is within the prompt: what follows it was given
+    for reference in (None, Recorded(*rows).step):
+        replay = Recorded(*rows)
+        verdict = gate_free_run(tokens, 2, reference, 0.0, replay.step)
+        assert (verdict.failures, verdict.data["replay_equal"]) == ([], True)
+        assert replay.fed == tokens[:-1]
+        assert ("equal_to_reference" in verdict.data) == (reference is not None)
+    order: list[str] = []
+    both = [Recorded(*rows, log=order, name=name).step for name in ("reference", "replay")]
+    gate_free_run(tokens, 2, both[0], 0.0, both[1])
+    assert order == ["replay", "reference"] * 4
+
+    other = [*rows[:2], logits(1, 1 + 2**-20, 0), rows[3]]
+    verdict = gate_free_run(tokens, 2, Recorded(*rows).step, 0.0, Recorded(*other).step)
+    said = "free-running decode chose 0 for position 3, its replay step by step 1"
+    assert verdict.failures == [said]
+    assert (verdict.data["replay_equal"], verdict.data["equal_to_reference"]) == (False, 3)
+
+
+def test_a_replay_without_numbers_fails_the_run() -> None:
+    rows = [logits(1, 0), logits(0, NAN), logits(1, 0)]
+    verdict = gate_free_run([0, 0, 1, 1], 1, None, 0.0, Recorded(*rows).step)
+    assert verdict.failures == ["the replay's logits at position 1 are not finite"]
+    assert not verdict.data["replay_equal"]
+
+
+# ---- choices of experts ----
+
+
+def routing(groups: int, each: int, topk_group: int, experts: int) -> Geometry:
+    return replace(
+        Geometry.from_config(small_config()),
+        n_group=groups,
+        n_routed_experts=groups * each,
+        topk_group=topk_group,
+        num_experts_per_tok=experts,
+    )
+
+
+def choices(g: Geometry, rows: np.ndarray) -> np.ndarray:
+    """Which experts are chosen [rows, experts], of many rows of logits: the rule once more."""
+    tops = rows.reshape(len(rows), g.n_group, -1).max(2)
+    place = np.argsort(np.argsort(-tops, axis=1, kind="stable"), axis=1)
+    allowed = np.repeat(place < g.topk_group, g.experts_per_group, axis=1)
+    order = np.argsort(np.where(allowed, -rows, np.inf), axis=1, kind="stable")
+    out = np.zeros(rows.shape, bool)
+    np.put_along_axis(out, order[:, : g.num_experts_per_tok], True, axis=1)
+    return out
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["real", "ties"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((1, 6, 1, 2), (3, 2, 1, 1), (3, 2, 1, 2), (3, 2, 2, 2), (3, 2, 2, 3), (4, 2, 2, 3)),
+        *((2, 3, 1, 3), (2, 3, 2, 6), (3, 2, 3, 2), (7, 1, 3, 3), (2, 4, 1, 2), (4, 2, 3, 2)),
+    ],
+)
+def test_no_smaller_change_of_the_logits_makes_another_choice(
+    shape: tuple[int, int, int, int], whole: bool
+) -> None:
+    g, random = routing(*shape), np.random.default_rng(sum(shape))
+    count = g.n_routed_experts
+    corners = np.array(list(itertools.product((-1.0, 0.0, 1.0), repeat=count)))
+    possible = 0
+    for _ in range(40):
+        values = random.normal(size=count) * 3
+        if whole:
+            values = np.round(values)
+        row = torch.tensor(values)
+        assert {expert for expert, _ in route(g, row)} == {
+            *choices(g, values[None])[0].nonzero()[0]
+        }
+        assert choice_slack(g, row, [expert for expert, _ in route(g, row)]) == 0.0
+        wanted = random.permutation(count)[: g.num_experts_per_tok]
+        chosen = np.isin(np.arange(count), wanted)
+        slack = choice_slack(g, row, wanted.tolist())
+        reach = slack * (np.abs(values).max() or 1.0)
+        changes = np.concatenate([corners, random.uniform(-1, 1, (1000, count))])
+        if math.isinf(slack):
+            assert len({*(wanted // g.experts_per_group)}) > g.topk_group
+            assert not (choices(g, values + changes * 100) == chosen).all(1).any()
+            continue
+        possible += 1
+        if reach:
+            assert not (choices(g, values + changes * reach * (1 - 1e-9)) == chosen).all(1).any()
+        up = np.where(chosen, 1.0, -1.0)
+        enough = torch.tensor(values + up * (reach + 1e-9))
+        assert {expert for expert, _ in route(g, enough)} == {*wanted}
+    assert possible >= 4
+
+
+@pytest.mark.parametrize(
+    ("topk_group", "experts", "apart"),
+    [
+        (2, [0, 2], 0),
+        (2, [2, 0], 0),
+        (2, [2, 1], 8 - 6),  # 1 changes places with 0
+        (2, [0, 1], 7 - 6),  # group 1 is still the second: its 2 has to fall below 1
+        (2, [0, 4], 7 - -3),  # group 2 has to get past group 1
+        (2, [6, 2], 8 - -10),
+        (1, [0, 1], 0),
+        (1, [2, 3], 8 - 7),  # group 1 has to get past group 0, and then has no other experts
+        *((1, [0, 2], INF), (2, [0, 0], INF), (2, [0], INF), (2, [0, 1, 2], INF)),
+        *((2, [0, 8], INF), (2, [-1, 2], INF), (2, [], INF)),
+    ],
+)
+def test_the_slack_of_a_choice(topk_group: int, experts: list[int], apart: float) -> None:
+    """Half the distance of the two that change places, over the largest magnitude."""
+    row = logits(8, 6, 7, -13, -3, -4, -10, -16)
+    g = routing(4, 2, topk_group, 2)
+    assert choice_slack(g, row, experts) == apart / 2 / 16
+    assert choice_slack(g, row * 0, experts) == (INF if apart == INF else 0)
+    row[5] = NAN
+    assert choice_slack(g, row, experts) == INF
+
+
+class Routed:
+    """A reference whose router had other choices of these slacks, layer by layer."""
+
+    geometry = routing(4, 2, 2, 2)  # three layers, the first without a router
+
+    def __init__(self, *slacks: float) -> None:
+        self.position, self.taken = 0, list[object]()
+        self.followed = [(layer, [0, 1], [2, 1], slack) for layer, slack in enumerate(slacks, 1)]
+
+    def step(self, token: int, choices: dict[int, list[int]]) -> Tensor:
+        self.position += 1
+        self.taken.append((token, choices))
+        return logits(token)
+
+
+def exchange(weights: list[float]) -> Callable[[str, int], Tensor]:
+    numbers = torch.tensor([2, 1], dtype=torch.int32).view(torch.float32)
+    return lambda name, layer: {"chosen": torch.stack([numbers, logits(*weights)])}[name]
+
+
+def test_a_follower_takes_choices_and_judges_them() -> None:
+    reference = Routed(0.01, 0.25)
+    judge = Follower(reference, exchange([0.5, 0.5]), tolerance=0.01)  # type: ignore[arg-type]
+    assert judge.data == {"choices_followed": 0, "largest_choice_slack": 0.0}
+    assert [judge.step(token).tolist() for token in (7, 8)] == [[7.0], [8.0]]
+    assert reference.taken == [(token, {1: [2, 1], 2: [2, 1]}) for token in (7, 8)]
+    assert judge.data == {"choices_followed": 4, "largest_choice_slack": 0.25}
+    assert [failure.split(": that")[0] for failure in judge.failures] == [
+        f"position {position}: layer 2 chose experts [2, 1], the reference [0, 1]"
+        for position in (0, 1)
+    ]
+    assert "by 2.50e-01 of the largest, allowed 1.00e-02" in judge.failures[0]
+
+
+@pytest.mark.parametrize("slack", [INF, math.nextafter(CHOICE_TOLERANCE, 1)])
+def test_a_choice_past_the_slack_fails(slack: float) -> None:
+    judge = Follower(Routed(CHOICE_TOLERANCE, slack), exchange([2, 1]))  # type: ignore[arg-type]
+    judge.step(0)
+    (failure,) = judge.failures
+    assert failure.startswith("position 0: layer 2 chose")
+    data = json.loads(json.dumps(judge.data, allow_nan=False))
+    assert data["largest_choice_slack"] == (None if slack == INF else slack)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5 + 2**-20], [NAN, 0.5], [0.5, NAN]])
+def test_experts_are_listed_by_descending_weight(weights: list[float]) -> None:
+    judge = Follower(Routed(), exchange(weights))  # type: ignore[arg-type]
+    judge.step(0)
+    assert [failure.split(" by ")[0] for failure in judge.failures] == [
+        f"position 0: layer {layer} lists experts [2, 1]" for layer in (1, 2)
+    ]
