@@ -33,6 +33,7 @@ class Report:
     text: str
     exit_code: int = 0
     notes: list[str] = field(default_factory=list)  # for stderr
+    silent: bool = False  # another process says it
 
 
 def reporting(function: Callable[..., Report]) -> Callable[..., int]:
@@ -44,7 +45,7 @@ def reporting(function: Callable[..., Report]) -> Callable[..., int]:
         report = function(*args, **kwargs)
         for note in report.notes:
             message(note)
-        if as_json or report.text:
+        if not report.silent and (as_json or report.text):
             click.echo(json.dumps(report.data) if as_json else _printable(report.text))
         return report.exit_code
 
@@ -115,7 +116,7 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def progress(total: int, what: str, initial: int = 0) -> Any:
+def progress(total: int, what: str, initial: int = 0, *, silent: bool = False) -> Any:
     """A tqdm bar of bytes on stderr: amount, rate and time left; silent if that is no terminal.
 
     `initial` bytes were done before; they do not count for the rate.
@@ -129,7 +130,7 @@ def progress(total: int, what: str, initial: int = 0) -> Any:
         unit="B",
         unit_scale=True,
         file=sys.stderr,
-        disable=not sys.stderr.isatty(),
+        disable=silent or not sys.stderr.isatty(),
         smoothing=0.05,
     )
 

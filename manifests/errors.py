@@ -91,6 +91,13 @@ class StuckError(UserError):
     kind = "kernel stuck"
 
 
+class PeerError(UserError):
+    """Another rank has failed or ended."""
+
+    exit_code = EXIT_BUG
+    kind = "another rank failed"
+
+
 class SpaceError(UserError):
     """A file system is, or would be, full."""
 

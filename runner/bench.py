@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv2mk.manifests.sidecar import Sidecar
 from dsv2mk.runner.decoder import GpuDecoder
 
 #: Bytes that the read bandwidth is measured over, where they are free.
 _READ_BYTES = 8 << 30
+#: Positions at which the kernel and the stock way are compared.
+_COMPARED = 16
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,9 +34,7 @@ def bench(decoder: GpuDecoder, request: Request) -> dict[str, Any]:
 
     A sample is the time from one token to the next by the device's timer, inside one launch.
     """
-    geometry = decoder.sidecar.geometry
-    generator = torch.Generator().manual_seed(request.seed)
-    prompt = torch.randint(geometry.vocab_size, (request.input_len,), generator=generator).tolist()
+    prompt = prompt_of(request, decoder.sidecar.geometry.vocab_size)
     samples: list[float] = []
     seconds = []
     for iteration in range(request.warmup + request.iterations):
@@ -50,6 +51,7 @@ def bench(decoder: GpuDecoder, request: Request) -> dict[str, Any]:
     weights = decoder.weights.layout.token_bytes()
     cache = cache_bytes(decoder.sidecar, request)
     mean = statistics.fmean(samples)
+    used = memory_used(decoder.cache.device)
     bandwidth = read_bandwidth(decoder.cache.device)
     achieved = (weights + cache) / mean / 1e9
     return {
@@ -62,7 +64,61 @@ def bench(decoder: GpuDecoder, request: Request) -> dict[str, Any]:
         "achieved_tb_s": achieved,
         "read_bandwidth_tb_s": bandwidth,
         "share_of_read_bandwidth": achieved / bandwidth,
+        "memory_used": used,
         "finite": bool(decoder.logits.isfinite().all()),
+        "samples_ms": samples,
+    }
+
+
+def prompt_of(request: Request, vocabulary: int) -> list[int]:
+    """Random tokens of the request's length, the same on every rank."""
+    generator = torch.Generator().manual_seed(request.seed)
+    tokens: list[int] = torch.randint(
+        vocabulary, (request.input_len,), generator=generator
+    ).tolist()
+    return tokens
+
+
+def kernel_logits(decoder: GpuDecoder, request: Request) -> list[Tensor]:
+    """The kernel's logits [V] of the first positions, for `stock` to be compared with."""
+    decoder.reset()
+    prompt = prompt_of(request, decoder.sidecar.geometry.vocab_size)
+    return [decoder.step(token).clone() for token in prompt[:_COMPARED]]
+
+
+def stock(decoder: GpuDecoder, request: Request, logits: list[Tensor] | None) -> dict[str, Any]:
+    """The same rank's model the stock way: see baseline.py. All ranks call it together.
+
+    logits: `kernel_logits`, on rank 0. Positions where a router is near a tie may differ much: the
+    activations are bf16.
+    """
+    from dsv2mk.runner.baseline import TorchDecoder
+
+    world, layout = decoder.world, decoder.weights.layout
+    group = None
+    if world.size > 1:
+        world.group()
+        group = torch.distributed.new_group(backend="nccl")
+    context = request.input_len + request.output_len
+    torch_decoder = TorchDecoder(decoder.weights, context=context, group=group)
+    prompt = prompt_of(request, layout.geometry.vocab_size)
+    start, end = layout.topology.vocab_range(layout.geometry, layout.rank)
+    errors = []
+    for index, token in enumerate(prompt):
+        got = torch_decoder.step(token)
+        if logits is not None and index < len(logits):
+            want = logits[index][start:end].double()
+            errors.append(float((got.double() - want).norm() / want.norm()))
+    samples = torch_decoder.run(request.output_len)
+    torch_decoder.close()
+    mean = statistics.fmean(samples)
+    return {
+        "ms_per_token": {"mean": mean, **percentiles(samples)},
+        "tokens_per_s": 1e3 / mean,
+        "relative_error": {"median": statistics.median(errors), "max": max(errors)}
+        if errors
+        else None,
+        "positions_compared": len(errors),
         "samples_ms": samples,
     }
 
@@ -81,6 +137,12 @@ def cache_bytes(sidecar: Sidecar, request: Request) -> int:
     geometry = sidecar.geometry
     row: int = sidecar.cache_row
     return round(live * geometry.num_hidden_layers * row * 2)
+
+
+def memory_used(device: torch.device) -> int:
+    """Bytes of the device that are in use, by whomever."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def read_bandwidth(device: torch.device) -> float:

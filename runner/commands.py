@@ -88,9 +88,12 @@ def generate(
         logits = _writable(logits, "--logits", folder)
     stop = frozenset() if ignore_eos else _stop_tokens(artifact)
     decode = _on_gpu if gpu else _on_reference
-    new, kept, seconds = decode(
+    decoded = decode(
         artifact, token_ids, max_new, stop, logits is not None, cache_dtype, GpuOptions(**options)
     )
+    if decoded is None:
+        return _followed()
+    new, kept, seconds = decoded
     if logits is not None:
         _save_logits(logits, kept, [*token_ids, *new])
     text = None if tokenizer is None else tokenizer.decode(new)
@@ -108,6 +111,11 @@ def generate(
     what = "GPU" if gpu else "reference decoder"
     note = f"{len(new)} tokens, {data['tokens_per_s']:.1f} tokens/s, {what}"
     return Report(data=data, text=shown, notes=[note])
+
+
+def _followed() -> Report:
+    """Of another rank than 0: rank 0 reports."""
+    return Report(data={}, text="", silent=True)
 
 
 def _on_reference(
@@ -146,24 +154,29 @@ def _on_gpu(
     keep: bool,
     cache_dtype: str,
     options: GpuOptions,
-) -> tuple[list[int], list[Any], float]:
-    """`_on_reference` on a GPU; token by token if logits are wanted, else in long launches."""
+) -> tuple[list[int], list[Any], float] | None:
+    """`_on_reference` on a GPU; token by token if logits are wanted, else in long launches.
+
+    None on another rank than 0.
+    """
     from dsv2mk.runner.decoder import generate as decode
 
-    decoder = open_gpu(artifact, options, tokens=len(prompt) + max_new)
-    kept: list[Any] = []
+    with open_gpu(artifact, options, tokens=len(prompt) + max_new) as decoder:
+        if decoder.follow():
+            return None
+        kept: list[Any] = []
 
-    def note(logits: Any) -> None:
-        kept.append(logits.cpu().clone())
+        def note(logits: Any) -> None:
+            kept.append(logits.cpu().clone())
 
-    decoder.reset()
-    for token in prompt[:-1]:
-        decoder.feed([token])
-        if keep:
-            note(decoder.logits)
-    started = time.perf_counter()
-    new = list(decode(decoder, prompt[-1], max_new, stop, note if keep else None))
-    return new, kept, time.perf_counter() - started
+        decoder.reset()
+        for token in prompt[:-1] if keep else []:
+            note(decoder.step(token))
+        if prompt[:-1] and not keep:
+            decoder.feed(prompt[:-1])
+        started = time.perf_counter()
+        new = list(decode(decoder, prompt[-1], max_new, stop, note if keep else None))
+        return new, kept, time.perf_counter() - started
 
 
 @click.command()
@@ -186,6 +199,17 @@ def _on_gpu(
 @click.option("--iters", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--profile", is_flag=True, help="Also show the time of each phase.")
+@click.option(
+    "--loopback",
+    type=click.IntRange(2),
+    metavar="R",
+    help="Play rank 0 of R on one GPU, its own peer: times are real, tokens are not.",
+)
+@click.option(
+    "--baseline",
+    type=click.Choice(["torch"]),
+    help="Measure the stock way too, on the same weights: PyTorch, Triton, a CUDA graph, NCCL.",
+)
 @click.option("--output-json", type=_PATH, metavar="FILE", help="Store what was measured.")
 @gpu_options
 @reporting
@@ -199,32 +223,27 @@ def bench(
     iters: int,
     seed: int,
     profile: bool,
+    loopback: int | None,
+    baseline: str | None,
     output_json: Path | None,
     **given: Any,
 ) -> Report:
     """Measure milliseconds a token on a GPU."""
     from dsv2mk.artifacts.artifact import Artifact
 
-    options = GpuOptions(**given)
+    options = GpuOptions(**given, loopback=loopback)
     dummy = load_format == "dummy"
     if folder is None and not (dummy and options.cubin):
         raise UsageError("no artifact", fix="Name one, or use --load-format dummy --cubin DIR")
+    if baseline and loopback:
+        raise UsageError("--baseline needs all ranks", fix="Leave --loopback out")
     if output_json is not None:
         output_json = _writable(output_json, "--output-json", folder)
     from dsv2mk.runner import bench as measure
-    from dsv2mk.runner.session import world
 
     artifact = None if folder is None else Artifact.open(folder)
     started = time.perf_counter()
     extra = 32 if profile else 0
-    decoder = open_gpu(
-        artifact,
-        options,
-        tokens=input_len + output_len + extra,
-        asked="--input-len + --output-len" + (f" + {extra} of --profile" if profile else ""),
-        seed=seed if dummy else None,
-    )
-    opened = time.perf_counter() - started
     request = measure.Request(
         input_len=input_len,
         output_len=output_len,
@@ -233,19 +252,44 @@ def bench(
         seed=seed,
         skip_prompt=skip_prompt,
     )
-    data = measure.bench(decoder, request)
-    if profile:
-        data["profile"] = measure.profile(decoder, extra)
+    with open_gpu(
+        artifact,
+        options,
+        tokens=input_len + output_len + extra,
+        asked="--input-len + --output-len" + (f" + {extra} of --profile" if profile else ""),
+        seed=seed if dummy else None,
+    ) as decoder:
+        opened = time.perf_counter() - started
+        follows = decoder.follow()
+        logits = None
+        if not follows:
+            data = measure.bench(decoder, request)
+            if profile:
+                data["profile"] = measure.profile(decoder, extra)
+            if baseline:
+                logits = measure.kernel_logits(decoder, request)
+                decoder.dismiss()
+        if baseline:
+            decoder.world.doing("measuring the baseline")
+            stock = measure.stock(decoder, request, logits)
+        if follows:
+            return _followed()
+        if baseline:
+            data["baseline"] = {"kind": baseline, **stock}
+            data["speedup"] = stock["ms_per_token"]["mean"] / data["ms_per_token"]["mean"]
     side = decoder.sidecar
     data |= {
-        "device": measure.device_facts(world()[1]),
+        "device": measure.device_facts(decoder.world.index),
         "ctas": decoder.ctas,
         "kernel_key": side.kernel_key,
+        "cubin_sha256": side.cubin_sha256,
         "digest": artifact.manifest.digest if artifact and not dummy else None,
         "load_format": load_format,
         "layers": side.geometry.num_hidden_layers,
         "hidden_size": side.geometry.hidden_size,
         "ranks": side.topology.ranks,
+        "loopback": loopback is not None,
+        "collective": options.collective,
         "input_len": input_len,
         "output_len": output_len,
         "skip_prompt": skip_prompt,
@@ -267,6 +311,12 @@ def bench(
             f"of {data['read_bandwidth_tb_s']:.2f} TB/s",
         ],
     ]
+    if baseline:
+        ms, error = stock["ms_per_token"], stock["relative_error"]
+        rows += [
+            ["PyTorch", *(f"{name} {ms[name]:.3f}" for name in ("mean", "p50", "p90", "p99"))],
+            ["", f"{data['speedup']:.2f}x", f"logits differ by {error['median']:.1e}"],
+        ]
     wide = max(len(row) for row in rows)
     text = table_text([row + [""] * (wide - len(row)) for row in rows])
     if profile:
@@ -277,6 +327,8 @@ def bench(
         ]
         text += "\n\n" + table_text(parts, frozenset({1, 2}))
     shown = {name: value for name, value in data.items() if name != "samples_ms"}
+    if baseline:
+        shown["baseline"] = {k: v for k, v in data["baseline"].items() if k != "samples_ms"}
     return Report(data=shown if output_json is not None else data, text=text)
 
 
@@ -340,6 +392,8 @@ def gate(
         verify=given["verify"],
     )
     verdict = run_gate(artifact, request, GpuOptions(**given) if gpu else None)
+    if verdict is None:
+        return _followed()
     data = {**verdict.data, "passed": not verdict.failures, "failures": verdict.failures}
     if output_json is not None:
         _replace(output_json, (json.dumps(data, indent=1) + "\n").encode())

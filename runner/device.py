@@ -31,6 +31,7 @@ class DeviceFacts:
     multiprocessors: int
     shared_memory: int  # bytes that a CTA may have
     free_memory: int  # bytes
+    identity: str = ""  # no other GPU has it
 
     @property
     def arch(self) -> str:
@@ -65,24 +66,20 @@ def facts_of(index: int) -> DeviceFacts:
         multiprocessors=properties.multi_processor_count,
         shared_memory=properties.shared_memory_per_block_optin,
         free_memory=free,
+        identity=str(getattr(properties, "uuid", "")),
     )
 
 
 def refuse_ranks(ranks: int, world: int) -> None:
     """Raise NodeError if so many processes cannot decode an artifact of so many ranks."""
-    if ranks > 1:
-        raise NodeError(
-            "this version decodes on one GPU",
-            expected="an artifact of 1 rank",
-            found=ranks,
-            fix=f"dsv2mk build SNAPSHOT --tp 1 --out DIR. {_WITHOUT_GPU}",
-        )
     if world != ranks:
         raise NodeError(
             "world size",
             expected=f"{ranks}, one process a rank of the artifact",
             found=world,
-            fix=f"torchrun --nproc_per_node={ranks} -m dsv2mk.runner ...",
+            fix=f"torchrun --nproc_per_node={ranks} -m dsv2mk.runner ..."
+            if ranks > 1
+            else "Start it without torchrun",
         )
 
 

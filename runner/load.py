@@ -20,11 +20,11 @@ from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.layout import PARTS, RankLayout, TensorSpec
 
-#: Bytes of a pinned buffer, buffers of a thread, and threads that read. Small buffers are soon
-#: pinned, and still in a cache of the CPU when they are copied; with several a thread seldom waits
-#: for the bus that all share. The bytes of all are a power of two: what PyTorch rounds up to.
-STAGE_BYTES = 4 << 20
-BUFFERS = 4
+#: Bytes of a pinned buffer, buffers of a thread, and threads that read. Large buffers, since
+#: Python's lock passes some ten thousand pieces a second in all; with two a thread reads into one
+#: while the other is copied. The bytes of all are a power of two: what PyTorch rounds up to.
+STAGE_BYTES = 16 << 20
+BUFFERS = 2
 THREADS = min(16, os.cpu_count() or 1)
 #: Bytes that an allocation is longer: the kernel copies scales in whole 16 bytes.
 SLACK = 256
@@ -204,9 +204,11 @@ def dummy_weights(layout: RankLayout, device: torch.device, seed: int = 0) -> We
     """
     parts = {part: _allocate(layout, part, device) for part in PARTS}
     weights = Weights(layout=layout, parts=parts)
-    generator = torch.Generator(device).manual_seed(seed)
+    own = 2 * layout.rank + 1
+    seeds = {"replicated": seed, "partitioned": seed ^ own, "ffn": seed ^ (own + 1)}
+    generators = {part: torch.Generator(device).manual_seed(seeds[part]) for part in PARTS}
     for name, spec in layout.tensors.items():
-        _fill(weights.view(name), spec, layout, generator)
+        _fill(weights.view(name), spec, layout, generators[spec.part])
     torch.cuda.synchronize(device)
     return weights
 

@@ -13,6 +13,7 @@ from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.manifests.errors import ArtifactError, UsageError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.runner.gate import (
+    Follower,
     Stepper,
     Verdict,
     bit_equal,
@@ -43,10 +44,16 @@ class GateRequest:
     verify: str
 
 
-def run_gate(artifact: Artifact, request: GateRequest, options: GpuOptions | None) -> Verdict:
+def run_gate(
+    artifact: Artifact, request: GateRequest, options: GpuOptions | None
+) -> Verdict | None:
     """Gate a GPU (options given) or the reference decoder against a reference.
 
+    None on another rank than 0: rank 0 judges.
+
     On a GPU the whole cache is filled with noise first, so that a read past the live tokens shows.
+    The reference decoder takes the experts that the GPU has chosen, and judges the choices; stored
+    logits follow nobody, so that a choice between experts that are nearly equal may fail there.
     Raises UsageError, before weights are loaded, for what does not fit the model.
     """
     if not math.isfinite(request.tolerance):
@@ -57,12 +64,22 @@ def run_gate(artifact: Artifact, request: GateRequest, options: GpuOptions | Non
     room = geometry.max_position_embeddings - len(prompt)
     if request.free_run > room:
         raise UsageError("--free-run", expected=f"at most {room} tokens", found=request.free_run)
-    gpu: Any = None
     if options is None:
         check(artifact, request.verify)
-    else:
-        longest = max(len(tokens), len(prompt) + request.free_run)
-        gpu = open_gpu(artifact, options, tokens=longest, trace=request.phases)
+        return _judge(artifact, request, tokens, stored, None)
+    longest = max(len(tokens), len(prompt) + request.free_run)
+    with open_gpu(artifact, options, tokens=longest, trace=stored is None) as gpu:
+        return None if gpu.follow() else _judge(artifact, request, tokens, stored, gpu)
+
+
+def _judge(
+    artifact: Artifact,
+    request: GateRequest,
+    tokens: list[int],
+    stored: list[Tensor] | None,
+    gpu: Any,
+) -> Verdict:
+    geometry, prompt = artifact.manifest.geometry, tokens[:_PROMPT]
     device = "cpu" if gpu is None else gpu.cache.device
 
     def fresh() -> Stepper:
@@ -72,32 +89,51 @@ def run_gate(artifact: Artifact, request: GateRequest, options: GpuOptions | Non
         stepper: Stepper = gpu
         return stepper
 
-    reference = None if stored is not None else ReferenceDecoder(artifact, device=device)
+    def follower() -> Follower | None:
+        if stored is not None:
+            return None
+        return Follower(ReferenceDecoder(artifact, device=device), gpu.exchange)
+
+    judge = follower()
     worst: dict[str, float] = {}
     differences: list[str] = []
+    apart: list[str] = []
 
     def look_at_phases(position: int) -> None:
-        assert reference is not None
-        assert reference.trace is not None
-        found, first = first_difference(phases_of(geometry, gpu.exchange, reference.trace))
+        assert judge is not None
+        assert judge.reference.trace is not None
+        topology, trace = artifact.manifest.topology, judge.reference.trace
+        found, first = first_difference(phases_of(geometry, topology, gpu.exchange, trace))
         for phase, value in found.items():
             worst[phase] = max(worst.get(phase, 0.0), value)
         if first is not None and not differences:
             differences.append(f"position {position}: {first}")
 
-    if request.phases and reference is not None:
-        reference.trace = {}
-    wanted = (stored or []) if reference is None else reference.step
+    def look(position: int) -> None:
+        if request.phases:
+            look_at_phases(position)
+        differ = None if gpu is None else gpu.ranks_differ()
+        if differ and not apart:
+            apart.append(f"position {position}: {differ}")
+
+    if request.phases and judge is not None:
+        judge.reference.trace = {}
     verdict = gate_positions(
         fresh(),
         tokens,
-        wanted,
+        (stored or []) if judge is None else judge.step,
         tolerance=request.tolerance,
         strict=request.strict and stored is not None,
-        after=look_at_phases if request.phases else lambda position: None,
+        after=look,
     )
     data = {"backend": "reference" if gpu is None else "gpu", **verdict.data}
-    failures = verdict.failures + differences
+    failures = list(verdict.failures)
+    if judge is not None:
+        data |= judge.data
+        failures += judge.failures
+    failures += differences + apart
+    if gpu is not None and gpu.world.size > 1:
+        data["ranks_bit_equal"] = not apart
     if request.phases:
         data["phases"] = {phase: finite(value) for phase, value in worst.items()}
     if request.strict:
@@ -113,10 +149,19 @@ def run_gate(artifact: Artifact, request: GateRequest, options: GpuOptions | Non
         except ArtifactError as error:
             failures.append(f"free-running decode: {error}")
         else:
-            judge = None if reference is None else ReferenceDecoder(artifact, device=device).step
-            free = gate_free_run(chosen, len(prompt), judge, 2 * largest)
+            second = follower()
+            free = gate_free_run(
+                chosen,
+                len(prompt),
+                None if second is None else second.step,
+                2 * largest,
+                replay=None if gpu is None else fresh().step,
+            )
             data["free_run"] = free.data
             failures += free.failures
+            if second is not None:
+                free.data |= second.data
+                failures += [f"free-running decode: {failure}" for failure in second.failures]
     return Verdict(
         data={
             **data,

@@ -16,10 +16,6 @@ from dsv2mk.manifests.errors import ArtifactError, UsageError
 _PATH = click.Path(path_type=Path)
 
 
-#: torchrun's variables, and what they are without it.
-_TORCHRUN = (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GpuOptions:
     """How to get a decoder onto a GPU, as given on the command line."""
@@ -29,6 +25,8 @@ class GpuOptions:
     ctas: int
     timeout: float
     verify: str
+    collective: str
+    loopback: int | None = None
 
 
 def _finite(_: object, __: object, value: float) -> float:
@@ -71,6 +69,13 @@ def gpu_options(function: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Hash the artifact before it is loaded.",
         ),
+        click.option(
+            "--collective",
+            type=click.Choice(["p2p", "multimem"]),
+            default="p2p",
+            show_default=True,
+            help="How ranks add up; multimem needs NVLink multicast.",
+        ),
     ]
     for option in reversed(options):
         function = option(function)
@@ -79,22 +84,17 @@ def gpu_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def use_gpu(backend: str) -> bool:
     """Whether to decode on a GPU."""
-    if backend != "auto":
-        return backend == "gpu"
-    import torch
+    if backend == "auto":
+        import torch
 
-    return torch.cuda.is_available()
-
-
-def world() -> tuple[int, int]:
-    """(world size, device index) of this process: from torchrun's variables, else (1, 0)."""
-    try:
-        size, index = (int(os.environ.get(*pair)) for pair in _TORCHRUN)
-    except ValueError:
-        index = -1
-    if index < 0:
-        raise UsageError("WORLD_SIZE and LOCAL_RANK", expected="integers, as torchrun sets them")
-    return size, index
+        gpu = torch.cuda.is_available()
+    else:
+        gpu = backend == "gpu"
+    if not gpu and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError(
+            "the reference decoder holds all ranks in one process", fix="Start it without torchrun"
+        )
+    return gpu
 
 
 def open_gpu(
@@ -110,8 +110,30 @@ def open_gpu(
 
     asked: what `tokens` come from, for a message. With a seed the weights are random ones in the
     layout of the artifact or, without an artifact, of the cubin. Everything that can be refused is
-    refused before a byte is copied. Raises NodeError, ArtifactError, UsageError.
+    refused before a byte is copied, and all ranks must be about to do the same. Raises NodeError,
+    ArtifactError, UsageError, PeerError.
     """
+    from dsv2mk.runner.world import World
+
+    world = World.join()
+    try:
+        return _open(world, artifact, options, tokens, asked, trace, seed)
+    except BaseException as error:
+        world.fail(error)
+        world.close(failed=True)
+        raise
+
+
+def _open(
+    world: Any,
+    artifact: Artifact | None,
+    options: GpuOptions,
+    tokens: int,
+    asked: str,
+    trace: bool,
+    seed: int | None,
+) -> Any:
+    """`open_gpu` as one rank of a world."""
     import torch
 
     from dsv2mk.manifests.layout import RankLayout
@@ -120,34 +142,75 @@ def open_gpu(
     from dsv2mk.runner.decoder import GpuDecoder
     from dsv2mk.runner.load import dummy_weights, load_weights, weight_bytes
 
-    size, index = world()
-    facts = gpu.facts_of(index)
+    world.doing("checking what it has")
+    facts = gpu.facts_of(world.index)
     geometry = artifact.manifest.geometry if artifact else None
-    ranks = artifact.manifest.topology.ranks if artifact else None
+    ranks = artifact.manifest.topology.ranks if artifact else options.loopback
     own = artifact.path / "cubin" if artifact else None
+    processes = options.loopback or world.size
+    _refuse_loopback(options, world.size, ranks)
     if ranks is not None:
-        gpu.refuse_ranks(ranks, size)
-    sidecar, cubin = find_cubin(facts.arch, geometry, ranks, options.cubin, own)
-    gpu.refuse_misfit(sidecar, facts, ranks=ranks or sidecar.topology.ranks, world=size)
-    layout = RankLayout(geometry=sidecar.geometry, topology=sidecar.topology, rank=0)
+        gpu.refuse_ranks(ranks, processes)
+    sidecar, cubin = find_cubin(
+        facts.arch, geometry, ranks, options.cubin, own, collective=options.collective
+    )
+    gpu.refuse_misfit(sidecar, facts, ranks=ranks or sidecar.topology.ranks, world=processes)
+    layout = RankLayout(geometry=sidecar.geometry, topology=sidecar.topology, rank=world.rank)
     most = sidecar.geometry.max_position_embeddings
     context = _context(options.context, tokens, asked, most)
     GpuDecoder.refuse_memory(sidecar, facts, weight_bytes(layout), context, trace=trace)
-    kernel = gpu.Kernel(cubin, sidecar, index)
+    kernel = gpu.Kernel(cubin, sidecar, world.index)
     ctas = gpu.grid_size(
         sidecar, facts.multiprocessors, kernel.most_per_multiprocessor(), options.ctas
     )
-    device = torch.device("cuda", index)
+    digest = artifact.manifest.digest if artifact else None
+    world.agree(
+        {
+            "world size": world.size,
+            "manifest digest": digest,
+            "kernel key": sidecar.kernel_key,
+            "CTAs": ctas,
+            "context": context,
+            "trace": trace,
+            "seed of the weights": seed,
+            "own GPU": facts.identity,
+        }
+    )
+    device = torch.device("cuda", world.index)
+    world.doing("loading")
     if seed is not None:
         weights = dummy_weights(layout, device, seed)
     else:
         assert artifact is not None
         check(artifact, options.verify)
-        with progress(weight_bytes(layout), "load") as bar:
-            weights = load_weights(artifact, 0, device, bar.update)
+        with progress(weight_bytes(layout), "load", silent=not world.leads) as bar:
+
+            def done(count: int) -> None:
+                bar.update(count)
+                world.look_if_told()
+
+            weights = load_weights(artifact, world.rank, device, done)
+    world.meet("loaded")
     return GpuDecoder(
-        weights, kernel, context=context, ctas=ctas, timeout=options.timeout, trace=trace
+        weights,
+        kernel,
+        context=context,
+        ctas=ctas,
+        timeout=options.timeout,
+        trace=trace,
+        world=world,
     )
+
+
+def _refuse_loopback(options: GpuOptions, size: int, ranks: int | None) -> None:
+    if options.loopback and size > 1:
+        raise UsageError("--loopback is for one process", found=f"{size} of torchrun")
+    if options.loopback and options.loopback != ranks:
+        raise UsageError(
+            "--loopback", expected=f"the artifact's {ranks} ranks", found=options.loopback
+        )
+    if options.loopback and options.collective == "multimem":
+        raise UsageError("--loopback needs --collective p2p: one GPU has no multicast")
 
 
 def _context(given: int | None, tokens: int, asked: str, most: int) -> int:

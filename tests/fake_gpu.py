@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import make_artifact, make_snapshot
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.manifests.canonical import canonical_json
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.sidecar import Sidecar, parse_sidecar
+from dsv2mk.manifests.topology import Topology
 from dsv2mk.runner.device import DeviceFacts
 from dsv2mk.runner.reference import ReferenceDecoder, greedy
+from dsv2mk.runner.world import World
 
 CUBIN = b"\x7fELF and more"
 
@@ -106,17 +110,29 @@ def put_cubin(
 # ---- what a kernel would leave ----
 
 
-def exchange_of(geometry: Geometry, trace: dict[Any, Tensor]) -> dict[tuple[str, int], Tensor]:
-    """Each hop's buffer of each layer in 4-byte words, from what the reference left: one rank.
+def nearly_tied(folder: Path, name: str, order: list[int], config: dict[str, Any]) -> Artifact:
+    """An artifact whose routers' rows differ only by `order` times 2^-20, as rounding would."""
+    snapshot = make_snapshot(folder / f"snapshot-{name}", config)
+    weights = load_file(snapshot / "model.safetensors")
+    for key, router in weights.items():
+        if key.endswith("mlp.gate.weight"):
+            router[:] = router[0]
+            router[:, -1] = torch.tensor(order) * 2.0**-20
+    save_file(weights, snapshot / "model.safetensors")
+    return make_artifact(snapshot, 1, folder / name)
+
+
+def exchange_of(
+    geometry: Geometry, topology: Topology, trace: dict[Any, Tensor]
+) -> dict[tuple[str, int], Tensor]:
+    """Each hop's buffer of each layer in 4-byte words, from what the reference left: rank 0's.
 
     Units at work: all of a dense layer; else the shared ones, then those of the chosen experts.
     What no unit has written is NaN.
     """
     out: dict[tuple[str, int], Tensor] = {}
     for (layer, phase), value in trace.items():
-        if phase in ("o", "down"):
-            out[phase, layer] = value[None].clone()  # a row for each rank
-        elif not phase.startswith(("act", "chosen")):
+        if not phase.startswith(("act", "chosen")):
             out[phase, layer] = value.clone()
     for layer in range(geometry.num_hidden_layers):
         units = list(range(geometry.layer_units(layer)))
@@ -128,6 +144,7 @@ def exchange_of(geometry: Geometry, trace: dict[Any, Tensor]) -> dict[tuple[str,
             for expert in experts.tolist():
                 first = expert * geometry.expert_units
                 units += range(first, first + geometry.expert_units)
+        units = [unit for unit in units if topology.unit_rank(unit) == 0]
         out["act", layer] = torch.full((len(units) + 3, 128), torch.nan)
         for place, unit in enumerate(units):
             out["act", layer][place] = trace[layer, f"act {unit}"]
@@ -137,7 +154,8 @@ def exchange_of(geometry: Geometry, trace: dict[Any, Tensor]) -> dict[tuple[str,
 class FakeDecoder:
     """The calls of a GpuDecoder, served by the reference decoder.
 
-    logits_of: what becomes of the logits of a position; spoil: changes a step's exchange.
+    logits_of: what becomes of the logits of a position; spoil: changes a step's exchange;
+    choices_of: a position's experts, layer by layer, where they are not the reference's own.
     """
 
     def __init__(
@@ -145,17 +163,32 @@ class FakeDecoder:
         artifact: Artifact,
         logits_of: Callable[[int, Tensor], Tensor] = lambda position, logits: logits,
         spoil: Callable[[int, dict[tuple[str, int], Tensor]], None] = lambda position, words: None,
+        choices_of: Callable[[int], dict[int, list[int]]] = lambda position: {},
     ) -> None:
         self.artifact = artifact
         self.sidecar = make_sidecar(artifact.manifest.geometry)
         self.ctas = 7
+        self.world = World()
+        self.errors: list[BaseException | None] = []  # that it was left with
         self.cache = torch.zeros(1)
         self.position = 0
         self.logits = torch.zeros(1)
         self.noises: list[int | None] = []
         self.launches: list[int] = []
-        self._logits_of, self._spoil = logits_of, spoil
+        self._logits_of, self._spoil, self._choices_of = logits_of, spoil, choices_of
         self._words: dict[tuple[str, int], Tensor] = {}
+
+    def __enter__(self) -> "FakeDecoder":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.errors.append(error)
+
+    def follow(self) -> bool:
+        return False
+
+    def ranks_differ(self) -> str | None:
+        return None
 
     def reset(self, noise: int | None = None) -> None:
         self.noises.append(noise)
@@ -171,11 +204,13 @@ class FakeDecoder:
     def run(self, steps: int) -> None:
         self.launches.append(steps)
         for _ in range(steps):
-            logits = self._reference.step(self._row[self.position])
+            choices = self._choices_of(self.position)
+            logits = self._reference.step(self._row[self.position], choices)
             # One buffer, as on a device: whoever wants to keep logits has to copy them.
             self.logits.resize_(logits.shape).copy_(self._logits_of(self.position, logits))
             assert self._reference.trace is not None
-            self._words = exchange_of(self._reference.geometry, self._reference.trace)
+            manifest = self.artifact.manifest
+            self._words = exchange_of(manifest.geometry, manifest.topology, self._reference.trace)
             self._spoil(self.position, self._words)
             self.position += 1
             if self.position >= self._known:

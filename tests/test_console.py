@@ -7,11 +7,12 @@ import re
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 from helpers import COMMAND, Call, build_args, read_bytes
 
 from dsv2mk.artifacts.artifact import Artifact
-from dsv2mk.artifacts.console import progress, size_text
+from dsv2mk.artifacts.console import Report, progress, reporting, run, size_text
 
 
 def closed(streams: str, *args: object) -> subprocess.CompletedProcess[str]:
@@ -99,6 +100,30 @@ def test_sizes_have_three_digits(count: float, text: str) -> None:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_another_process_says_is_not_printed(
+    silent: bool, as_json: bool, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @click.command()
+    @reporting
+    def command() -> Report:
+        return Report(data={"a": 1}, text="some text", exit_code=code, silent=silent)
+
+    assert run(command, ["--json"] if as_json else []) == code
+    shown = "" if silent else '{"a": 1}\n' if as_json else "some text\n"
+    assert capsys.readouterr() == (shown, "")
+
+
+def test_progress_that_another_process_shows_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", stderr := Terminal())
+    with progress(1000, "load", silent=True) as bar:
+        bar.update(500)
+        bar.refresh()
+    assert stderr.getvalue() == ""
 
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])

@@ -1,29 +1,21 @@
-"""The host's side of decoding and measuring on a GPU, where no GPU takes part."""
+"""The host's side of decoding on a GPU, where no GPU takes part."""
 
 import ctypes
 import math
-import statistics
 from collections.abc import Callable
-from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import make_sidecar
 from helpers import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from ranks import Event, Launches, host_decoder
 
 from dsv2mk.kernel.parameters import PARAMETERS
 from dsv2mk.manifests.errors import ArtifactError, StuckError, UsageError
 from dsv2mk.manifests.geometry import Geometry
-from dsv2mk.manifests.layout import RankLayout
-from dsv2mk.manifests.topology import Topology
-from dsv2mk.runner import bench as bench_module
-from dsv2mk.runner.bench import Request, bench, cache_bytes, percentiles, profile
-from dsv2mk.runner.decoder import GpuDecoder, Timed, generate
+from dsv2mk.runner.decoder import generate
 
 GEOMETRY = Geometry.from_config(tiny_config())  # 4 layers, 500 tokens
 
@@ -127,52 +119,29 @@ def test_logits_that_are_no_numbers_are_refused(bad: int, burst: int, good: int)
 # ---- what is placed, launched and read back ----
 
 
-class Launches:
-    """A kernel that only notes what it is launched with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, dict[str, int]]] = []
-
-    def launch(self, ctas: int, arguments: dict[str, int]) -> None:
-        self.calls.append((ctas, dict(arguments)))
-
-
-def on_the_host(context: int = 16) -> Any:
-    """A GpuDecoder whose state lies in the host's memory."""
-    decoder: Any = object.__new__(GpuDecoder)
-    addresses = {
-        **{"replicated": 1000, "partitioned": 2000, "ffn_gate_up": 3000},
-        **{"ffn_gate_up_scale": 4000, "ffn_down": 5000, "ffn_down_scale": 6000},
-    }
-    sidecar = make_sidecar(GEOMETRY)
-    decoder.sidecar, decoder.context, decoder.position, decoder.ctas = sidecar, context, 0, 9
-    decoder.weights = SimpleNamespace(
-        base=addresses.__getitem__,
-        address=addresses.__getitem__,
-        layout=RankLayout(geometry=GEOMETRY, topology=Topology(ranks=1), rank=0),
-    )
-    decoder.kernel = Launches()
-    decoder.cache = torch.zeros((4, min(context, 16), 88), dtype=torch.bfloat16)
-    decoder._workspace = torch.zeros(512 + 5 * 1024, dtype=torch.uint8)
-    decoder._peers = torch.tensor([decoder._workspace.data_ptr()])
-    decoder._tokens = torch.full((min(context, 16) + 1,), -1, dtype=torch.int32)
-    decoder._logits, decoder._times = torch.zeros(500), torch.zeros(9, dtype=torch.int64)
-    decoder._marks, decoder._profile = torch.zeros((5, 5, 2), dtype=torch.int64), False
-    decoder._status = torch.zeros(16, dtype=torch.int32)
-    decoder._timeout, decoder._trace = 2.5, 1024
-    decoder._epoch = decoder._known = 0
+def on_the_host(context: int = 16, **given: Any) -> Any:
+    """A GpuDecoder whose state lies in the host's memory; no token is placed."""
+    decoder = host_decoder(Launches(), GEOMETRY, context=context, **given)
+    decoder._tokens.fill_(-1)
     return decoder
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched has ended at once."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "kernel", Launches())
 
 
 def test_a_launch_hands_over_every_parameter_of_the_kernel() -> None:
     decoder = on_the_host()
     decoder.place([5, 6, 7])
-    decoder._launch(2)
-    decoder._profile = True
-    decoder._launch(4)
-    (ctas, first), (_, second) = decoder.kernel.calls
+    decoder._launch(2, False)
+    decoder._launch(4, True)
+    decoder._launch(1, False)
+    (ctas, first), (_, second), (_, third) = decoder.kernel.calls
     assert ctas == 9
-    assert set(first) == set(second) == {name for name, _ in PARAMETERS}
+    assert set(first) == {name for name, _ in PARAMETERS}
     pointers = {
         **{"replicated": 1000, "partitioned": 2000, "gate_up": 3000},
         **{"gate_up_scale": 4000, "down": 5000, "down_scale": 6000},
@@ -181,20 +150,22 @@ def test_a_launch_hands_over_every_parameter_of_the_kernel() -> None:
         **{name: getattr(decoder, f"_{name}").data_ptr() for name in ("status", "times")},
         "cache": decoder.cache.data_ptr(),
     }
-    numbers = {"cache_tokens": 16, "trace": 1024, "timeout": 2_500_000_000, "rank": 0, "known": 3}
-    changing = {"marks": 0, "position": 0, "steps": 2, "epoch": 0}
+    numbers = {"cache_tokens": 16, "timeout": 2_500_000_000, "rank": 0, "known": 3}
+    changing = {"marks": 0, "position": 0, "steps": 2, "epoch": 0, "trace": 0}
     assert first == {**pointers, **numbers, **changing}
     changing = {"marks": decoder._marks.data_ptr(), "position": 2, "steps": 4, "epoch": 2}
-    assert second == {**pointers, **numbers, **changing}
-    assert decoder.position == 6
+    assert second == {**pointers, **numbers, **changing, "trace": 0}
+    changing = {"marks": 0, "position": 6, "steps": 1, "epoch": 6}
+    assert third == {**pointers, **numbers, **changing, "trace": 1024}  # of one token only
+    assert decoder.position == 7
 
 
 def test_the_epoch_wraps_around_as_the_kernel_s() -> None:
-    decoder = on_the_host(context=2**33)
+    decoder = on_the_host()
     decoder._epoch = 2**31 - 2
     steps = [3, 2**31 - 2, 2**31 - 1, 1]
     for count in steps:
-        decoder._launch(count)
+        decoder._launch(count, False)
     wanted = [ctypes.c_int32(2**31 - 2 + sum(steps[:index])).value for index in range(4)]
     assert [call["epoch"] for _, call in decoder.kernel.calls] == wanted
     assert min(wanted) < 0 < max(wanted)
@@ -277,15 +248,57 @@ def test_an_exchange_is_read_where_the_sidecar_says(trace: int) -> None:
         assert found.tolist() == torch.arange(start + 64, start + 76).view(3, 4).tolist()
 
 
-@pytest.mark.parametrize(("phase", "name"), [(2, "route"), (5, "drain"), (6, "phase 6")])
-def test_a_kernel_that_gave_up_is_told_of_and_may_be_launched_again(phase: int, name: str) -> None:
+@pytest.mark.parametrize("steps", [1, 1024, 1025, 2500])
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_run_is_launches_of_1024_tokens_at_most(steps: int, timed: bool, events: None) -> None:
+    decoder = on_the_host(context=2600)
+    stamps = iter(range(100))
+
+    def launch(ctas: int, arguments: dict[str, int]) -> None:
+        decoder.kernel.calls.append((ctas, dict(arguments)))
+        first = 10**6 * next(stamps)
+        count = arguments["steps"] + 1  # each token takes 3 ms more than the one before
+        decoder._times[:count] = first + 1_500_000 * torch.arange(count) ** 2
+
+    decoder.kernel.launch = launch
+    decoder.place([3])
+    done = decoder.run(steps, timed=timed, marked=steps == 1)
+    counts = [1024] * (steps // 1024) + ([steps % 1024] if steps % 1024 else [])
+    assert [call["steps"] for _, call in decoder.kernel.calls] == counts
+    assert [call["position"] for _, call in decoder.kernel.calls] == [
+        sum(counts[:index]) for index in range(len(counts))
+    ]
+    marks = {call["marks"] for _, call in decoder.kernel.calls}
+    assert marks == {decoder._marks.data_ptr() if steps == 1 else 0}
+    assert decoder.position == steps
+    if timed:
+        assert done.seconds == 1e-3
+        assert done.samples == [1.5 * (2 * at + 1) for count in counts for at in range(count)]
+    else:
+        assert done is None
+
+
+def test_marks_are_of_one_step(events: None) -> None:
     decoder = on_the_host()
-    decoder._raise_if_stuck(0)  # nothing is wrong
+    decoder._marks[4, 4, 1] = 17
+    marks = decoder.marked_step()
+    assert (marks.shape, int(marks.sum()), int(marks[4, 4, 1])) == ((5, 5, 2), 17, 17)
+    decoder.feed([1])
+    calls = [call["marks"] for _, call in decoder.kernel.calls]
+    assert calls == [decoder._marks.data_ptr(), 0]
+
+
+@pytest.mark.parametrize(("phase", "name"), [(2, "route"), (5, "drain"), (6, "phase 6")])
+def test_a_kernel_that_gave_up_is_told_of_and_may_be_launched_again(
+    phase: int, name: str, events: None
+) -> None:
+    decoder = on_the_host()
+    decoder._wait(0)  # nothing is wrong
     decoder._workspace.fill_(1)
     decoder._epoch, decoder.position = 50, 9
     decoder._status[:9] = torch.tensor([1, 0, 17, 3, 2, phase, 8, 120, 119])
     with pytest.raises(StuckError) as stuck:
-        decoder._raise_if_stuck(4)
+        decoder._wait(4)
     assert str(stuck.value) == (
         "the kernel gave up after 2.5 s at position 8: rank 0, CTA 17, warp 3 waited in layer 2 "
         f"for {name}: expected 120, found 119"
@@ -293,107 +306,4 @@ def test_a_kernel_that_gave_up_is_told_of_and_may_be_launched_again(phase: int, 
     assert stuck.value.exit_code == 70
     assert (decoder._epoch, decoder.position) == (0, 4)
     assert not decoder._workspace.any()
-    decoder._raise_if_stuck(4)
-
-
-# ---- measurements ----
-
-
-@given(st.lists(st.floats(0, 9), min_size=1, max_size=250))
-def test_percentiles_are_samples(samples: list[float]) -> None:
-    """The least sample that so many are not above."""
-    found = percentiles(samples)
-    assert list(found) == ["p50", "p90", "p99"]
-    for share in (50, 90, 99):
-        wanted = min(
-            sample
-            for sample in samples
-            if 100 * sum(other <= sample for other in samples) >= share * len(samples)
-        )
-        assert found[f"p{share}"] == wanted
-
-
-@given(st.integers(1, 300), st.integers(1, 300))
-def test_the_cache_that_a_token_reads_is_what_it_has_behind_it(inputs: int, outputs: int) -> None:
-    request = Request(input_len=inputs, output_len=outputs, warmup=0, iterations=1)
-    rows = [inputs + place + 1 for place in range(outputs)]
-    wanted = Fraction(sum(rows), outputs) * 4 * 88 * 2
-    assert cache_bytes(make_sidecar(GEOMETRY), request) == wanted
-
-
-class Measured:
-    """Every token of run r takes r ms."""
-
-    def __init__(self) -> None:
-        self.sidecar = make_sidecar(GEOMETRY)
-        layout = RankLayout(geometry=GEOMETRY, topology=Topology(ranks=1), rank=0)
-        self.weights = SimpleNamespace(layout=layout)
-        self.cache = torch.zeros(1)
-        self.logits = torch.zeros(4)
-        self.calls: list[Any] = []
-        self.runs = 0
-
-    def reset(self) -> None:
-        self.calls.append("reset")
-
-    def feed(self, tokens: list[int]) -> None:
-        self.calls.append(tokens)
-
-    def skip(self, tokens: int, seed: int) -> None:
-        self.calls.append((tokens, seed))
-
-    def run(self, steps: int, *, timed: bool) -> Timed:
-        assert timed
-        self.runs += 1
-        return Timed(seconds=2e-3 * self.runs * steps, samples=[float(self.runs)] * steps)
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_a_measurement_leaves_the_warm_up_out(skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_module, "read_bandwidth", lambda device: 4.0)
-    decoder: Any = Measured()
-    request = Request(input_len=5, output_len=8, warmup=2, iterations=3, seed=7, skip_prompt=skip)
-    data = bench(decoder, request)
-    samples = [3.0] * 8 + [4.0] * 8 + [5.0] * 8
-    assert data["samples_ms"] == samples
-    assert data["ms_per_token"] == {"mean": 4.0, "p50": 4.0, "p90": 5.0, "p99": 5.0}
-    assert data["ms_per_token_by_events"] == pytest.approx([6.0, 8.0, 10.0])
-    assert data["tokens_per_s"] == 250.0
-    weights = decoder.weights.layout.token_bytes()
-    cache = round(9.5 * 4 * 88 * 2)
-    assert data["bytes_per_token"] == weights + cache
-    assert (data["weight_bytes_per_token"], data["cache_bytes_per_token"]) == (weights, cache)
-    assert data["achieved_tb_s"] == pytest.approx((weights + cache) / 4e-3 / 1e12)
-    assert data["share_of_read_bandwidth"] == pytest.approx(data["achieved_tb_s"] / 4)
-    assert data["finite"] is True
-    if skip:
-        assert decoder.calls == [(5, 7)] * 5
-    else:
-        prompt = decoder.calls[1]
-        assert decoder.calls == ["reset", prompt] * 5
-        assert len(prompt) == 5
-        assert all(0 <= token < 500 for token in prompt)
-
-
-def test_a_profile_is_the_mean_over_layers_with_experts() -> None:
-    """work: since the last hop's end; wait: until this hop's end."""
-    hops = ("qkv", "q", "route", "down", "best")
-    times = torch.randint(
-        0, 10**6, (3, 5, len(hops), 2), generator=torch.Generator().manual_seed(0)
-    )
-    steps: list[Tensor] = list(times)
-    decoder: Any = SimpleNamespace(sidecar=make_sidecar(GEOMETRY), marked_step=lambda: steps.pop(0))
-    found = profile(decoder, 3)
-    assert [part["hop"] for part in found] == ["qkv", "q", "down"]
-    before = {"qkv": (-1, "down"), "q": (0, "qkv"), "down": (0, "q")}
-    for part in found:
-        hop = hops.index(part["hop"])
-        back, last = before[part["hop"]]
-        work, wait = [], []
-        for step in times.double().tolist():
-            for layer in (1, 2, 3):  # the first is dense
-                arrived, gone = step[layer][hop]
-                work.append(arrived - step[layer + back][hops.index(last)][1])
-                wait.append(gone - arrived)
-        assert part["work_us"] == pytest.approx(statistics.fmean(work) / 1e3)
-        assert part["wait_us"] == pytest.approx(statistics.fmean(wait) / 1e3)
+    decoder._wait(4)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv2mk.artifacts.artifact import Artifact
+from dsv2mk.runner.world import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,7 +41,7 @@ def gate_gpu(
     monkeypatch.setattr("dsv2mk.runner.run_gate.open_gpu", opened)
     options = ["--backend", "gpu", "--positions", 6, "--free-run", 20, "--json", *args]
     done = dsv2mk("gate", decoder.artifact.path, *options)
-    assert asked == [(6 + 20, "--phases" in args)]
+    assert asked == [(6 + 20, True)]  # also without --phases: the experts chosen are read
     return done.code, done.json
 
 
@@ -56,13 +57,15 @@ def test_a_decoder_as_the_reference_passes(
     assert data["phases"] == dict.fromkeys(kinds, 0.0)
     assert data["runs_bit_equal"]
     assert data["free_run"] == {
-        **{"tokens": 20, "slack": 0.0, "equal_to_reference": 20},
+        **{"tokens": 20, "slack": 0.0, "equal_to_reference": 20, "replay_equal": True},
+        **{"choices_followed": 0, "largest_choice_slack": 0.0},
         "distinct": data["free_run"]["distinct"],
     }
     assert (data["kernel_key"], data["ctas"], data["seed"]) == (decoder.sidecar.kernel_key, 7, 3)
-    # Positions, two more runs of them, and the free run in one launch; each on a noisy cache.
-    assert decoder.launches == [1] * 18 + [6 + 20 - 1]
-    assert len(decoder.noises) == 4
+    # Positions, two more runs of them, the free run in one launch, and token by token; each on a
+    # noisy cache.
+    assert decoder.launches == [1] * 18 + [6 + 20 - 1] + [1] * (6 + 20 - 1)
+    assert len(decoder.noises) == 5
     assert None not in decoder.noises
 
 
@@ -175,6 +178,40 @@ def test_room_is_made_for_the_longer_run(
     assert (done.code, f"Opened: {tokens}" in done.err) == (70, True)
 
 
+def test_ranks_that_differ_fail_once(
+    artifact: Artifact, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named with the first position; the positions agree, and yet the gate fails."""
+    decoder = FakeDecoder(artifact)
+    decoder.world = World(0, 2)
+    assert gate_gpu(dsv2mk, monkeypatch, decoder)[1]["ranks_bit_equal"] is True
+
+    def differ() -> str | None:
+        return f"rank 1, seen at {decoder.position}" if decoder.position >= 4 else None
+
+    monkeypatch.setattr(decoder, "ranks_differ", differ)
+    code, data = gate_gpu(dsv2mk, monkeypatch, decoder)
+    assert (code, data["ranks_bit_equal"], data["max_relative_error"]) == (1, False, 0.0)
+    assert data["failures"] == ["position 3: rank 1, seen at 4"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_another_rank_than_0_judges_and_prints_nothing(
+    as_json: bool,
+    artifact: Artifact,
+    tmp_path: Path,
+    dsv2mk: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = FakeDecoder(artifact)
+    monkeypatch.setattr(decoder, "follow", lambda: True)
+    monkeypatch.setattr("dsv2mk.runner.run_gate.open_gpu", lambda *_, **__: decoder)
+    args = ["--backend", "gpu", "--output-json", tmp_path / "new", *(["--json"] * as_json)]
+    assert dsv2mk("gate", artifact.path, *args) == (0, "", "")
+    assert (decoder.launches, decoder.noises, decoder.errors) == ([], [], [None])
+    assert not (tmp_path / "new").exists()
+
+
 # ---- generate ----
 
 
@@ -211,7 +248,11 @@ def test_tokens_and_logits_are_the_reference_s(
     assert results["gpu"] == results["reference"]
     assert len(results["gpu"]["token_ids"]) == 70
     assert decoder.room == len(ids) + 70
-    assert decoder.launches == [1] * (len(ids) - 1) + ([1] * 70 if keep else [64, 6])
+    before = len(ids) - 1  # in one launch, unless logits of each are wanted
+    fed = [1] * before if keep else [before] if before else []
+    assert decoder.launches == fed + ([1] * 70 if keep else [64, 6])
+    assert decoder.noises == [None]
+    assert decoder.errors == [None]
     if keep:
         stored = {backend: load_file(file) for backend, file in files.items()}
         assert stored["gpu"]["logits"].shape == (len(ids) + 69, 301)
@@ -231,6 +272,32 @@ def test_a_stop_token_ends_it(decoder: FakeDecoder, dsv2mk: Call) -> None:
     assert path.stat().st_size == decoder.artifact.manifest.files[path.name].size
     done = dsv2mk(*args, "gpu", "--max-new", 30).json
     assert (done["token_ids"], done["stopped"]) == (free[: place + 1], "eos")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_another_rank_than_0_follows_and_prints_nothing(
+    as_json: bool,
+    decoder: FakeDecoder,
+    tmp_path: Path,
+    dsv2mk: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoder, "follow", lambda: True)
+    args = ["--token-ids", "5,6", "--max-new", 3, "--backend", "gpu", "--logits", tmp_path / "new"]
+    args += ["--json"] if as_json else []
+    assert dsv2mk("generate", decoder.artifact.path, *args) == (0, "", "")
+    assert (decoder.launches, decoder.noises, decoder.errors) == ([], [], [None])
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_other_ranks_are_told_of_an_error(
+    decoder: FakeDecoder, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "_logits_of", lambda _, logits: logits + math.inf)
+    args = ["--token-ids", "5,6", "--max-new", 3, "--backend", "gpu"]
+    assert dsv2mk("generate", decoder.artifact.path, *args).code == 11
+    (error,) = decoder.errors
+    assert "not finite" in str(error)
 
 
 def test_what_only_the_reference_decoder_can_is_refused(decoder: FakeDecoder, dsv2mk: Call) -> None:

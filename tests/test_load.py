@@ -22,7 +22,14 @@ from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.manifests.layout import PARTS, RankLayout
 from dsv2mk.manifests.topology import Topology
 from dsv2mk.runner import load
-from dsv2mk.runner.load import SLACK, STAGE_BYTES, Weights, part_bytes, weight_bytes
+from dsv2mk.runner.load import (
+    SLACK,
+    STAGE_BYTES,
+    Weights,
+    dummy_weights,
+    part_bytes,
+    weight_bytes,
+)
 
 ITEM = {"BF16": 2, "F8_E4M3": 1, "F32": 4, "I32": 4}
 
@@ -319,3 +326,32 @@ def test_random_weights_are_of_unit_size_to_what_they_are_applied(config: dict[s
             assert bool(values.isfinite().all())
             assert float(values.std()) == pytest.approx(wanted, rel=0.05)
             assert abs(float(values.mean())) < 0.05 * wanted
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_what_ranks_share_is_equal_and_all_else_their_own(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    layouts = [layout_of(tiny_config(), ranks=2, rank=rank) for rank in (0, 1, 0)]
+    here = torch.device("cpu")
+    first, second, again = (dummy_weights(layout, here, seed) for layout in layouts)
+    other = dummy_weights(layouts[0], here, seed ^ 1)
+    drawn = {"embed", "router", "lm_head", "ffn_gate_up", "ffn_down"}
+    assert drawn < set(layouts[0].tensors)
+    for name, spec in layouts[0].tensors.items():
+        assert torch.equal(first.view(name), again.view(name))
+        mine, theirs = first.view(name), second.view(name)
+        constant = spec.dtype == "F32" or name.endswith("norm")
+        if constant:
+            assert mine[:4].tolist() * (len(theirs) // 4) == theirs.tolist()
+        elif spec.part == "replicated":
+            assert torch.equal(mine, theirs)
+        elif name == "ffn_unit_offset":
+            assert theirs.view(torch.int32).tolist() == list(layouts[1].unit_offsets)
+        else:
+            least = min(len(mine), len(theirs))  # of units, one rank may have more
+            alike = (mine[:least] == theirs[:least]).double().mean()
+            assert alike < 0.25  # half of a bf16 is sign and exponent
+        if not constant and name != "ffn_unit_offset":
+            assert not torch.equal(mine, other.view(name))

@@ -1,19 +1,15 @@
 """What does not fit this node: refused with exit code 12, before anything is loaded."""
 
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import CUBIN, facts, make_sidecar, put_cubin
-from helpers import Call, Done, flip_byte, make_artifact, tiny_config
+from fake_gpu import CUBIN, facts, make_sidecar
+from helpers import Call, Done, tiny_config
 
-from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.manifests.errors import NodeError
 from dsv2mk.manifests.geometry import Geometry
 from dsv2mk.runner.decoder import GpuDecoder
@@ -28,6 +24,7 @@ from dsv2mk.runner.device import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GEOMETRY = Geometry.from_config(tiny_config())
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +32,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of other processes
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "DSV2MK_CUBIN_CACHE"):
+    for name in (*VARIABLES, "DSV2MK_CUBIN_CACHE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -50,7 +47,7 @@ def assert_says(error: NodeError, expected: str, found: str, fix: str) -> None:
 
 # ---- kernel and device ----
 
-ONE_RANK = "1, one process a rank of the artifact"
+ONE_RANK, FOUR_RANKS = (f"{ranks}, one process a rank of the artifact" for ranks in (1, 4))
 #: (of the sidecar, of the device, ranks of the artifact, processes, expected, found, fix)
 MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, str, str, str]] = {
     "a newer arch": ({"arch": "sm_100a"}, {}, 1, 1, "sm_90a", "sm_100a", "--arch sm_90a"),
@@ -59,10 +56,11 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, str, str, str
     "driver, major": ({"minimum_driver": 13000}, {}, 1, 1, "at least 13.0", "12.8", "driver"),
     "a cubin of more ranks": ({"ranks": 2}, {}, 1, 1, "1", "2", "dsv2mk cubin"),
     "a cubin of fewer ranks": ({"ranks": 1}, {}, 2, 2, "2", "1", "dsv2mk cubin"),
-    "too many processes": ({}, {}, 1, 2, ONE_RANK, "2", "--nproc_per_node=1"),
-    "no process": ({}, {}, 1, 0, ONE_RANK, "0", "--nproc_per_node=1"),
-    "several ranks": ({"ranks": 2}, {}, 2, 2, "an artifact of 1 rank", "2", "--tp 1"),
-    "several ranks, one process": ({"ranks": 4}, {}, 4, 1, "an artifact of 1 rank", "4", "--tp 1"),
+    "too many processes": ({}, {}, 1, 2, ONE_RANK, "2", "without torchrun"),
+    "no process": ({}, {}, 1, 0, ONE_RANK, "0", "without torchrun"),
+    "one process": ({"ranks": 4}, {}, 4, 1, FOUR_RANKS, "1", "torchrun --nproc_per_node=4 -m"),
+    "too few processes": ({"ranks": 4}, {}, 4, 3, FOUR_RANKS, "3", "--nproc_per_node=4"),
+    "more processes": ({"ranks": 4}, {}, 4, 8, FOUR_RANKS, "8", "--nproc_per_node=4"),
     "shared memory": ({"shared_memory": 231_425}, {}, 1, 1, "at least 232449", "232448", "GPU"),
     "a small device": ({}, {"shared_memory": 10**5}, 1, 1, "at least 201024", "100000", "sm_90a"),
 }
@@ -85,6 +83,11 @@ def test_a_kernel_that_just_fits_is_accepted(capability: tuple[int, int], arch: 
     assert device.arch == arch
     sidecar = make_sidecar(GEOMETRY, arch=device.arch, minimum_driver=12080, shared_memory=231_424)
     refuse_misfit(sidecar, device, ranks=1, world=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_as_many_processes_as_ranks_are_accepted(ranks: int) -> None:
+    refuse_misfit(make_sidecar(GEOMETRY, ranks=ranks), facts(), ranks=ranks, world=ranks)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 1), (10, 1), (11, 0), (12, 0), (0, 9)])
@@ -143,6 +146,14 @@ def test_a_decoder_needs_weights_cache_workspace_and_little_more(trace: bool, co
     GpuDecoder.refuse_memory(sidecar, facts(free_memory=total), *args, trace=trace)
     with pytest.raises(NodeError):
         GpuDecoder.refuse_memory(sidecar, facts(free_memory=total - 1), *args, trace=trace)
+
+
+def test_a_rank_of_several_has_its_rows_of_the_logits() -> None:
+    sidecar, state = make_sidecar(GEOMETRY, ranks=8), 4 * 10 * 88 * 2 + 512 + 1024
+    total = state + 4 * 11 + 4 * 63 + (1 << 20)  # an eighth of 500, rounded up
+    GpuDecoder.refuse_memory(sidecar, facts(free_memory=total), 0, 10)
+    with pytest.raises(NodeError):
+        GpuDecoder.refuse_memory(sidecar, facts(free_memory=total - 1), 0, 10)
 
 
 # ---- grid ----
@@ -256,141 +267,3 @@ def test_generate_takes_the_reference_decoder_where_there_is_no_gpu(
     assert by_itself.json["token_ids"] == asked.json["token_ids"]
     assert "3 tokens" in by_itself.err
     assert "reference decoder" in by_itself.err
-
-
-# ---- commands on a GPU that is only said to be there ----
-
-
-@pytest.fixture
-def one(shared: Path, tmp_path: Path) -> Artifact:
-    """An artifact of 1 rank."""
-    return make_artifact(shared / "snapshot", 1, tmp_path / "one")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Facts to change. A command that loads weights fails the test.
-
-    The kernel can be loaded, and has room for one CTA a multiprocessor.
-    """
-    changes: dict[str, Any] = {}
-    kernel = SimpleNamespace(most_per_multiprocessor=lambda: 1)
-    monkeypatch.setattr("dsv2mk.runner.device.facts_of", lambda _: facts(**changes))
-    monkeypatch.setattr("dsv2mk.runner.device.Kernel", lambda *_: kernel)
-    for name in ("load_weights", "dummy_weights"):
-        monkeypatch.setattr(f"dsv2mk.runner.load.{name}", lambda *_: pytest.fail("it loads"))
-    return changes
-
-
-@pytest.mark.parametrize("size", [0, 2, 8])
-def test_processes_must_be_as_many_as_ranks(
-    size: int, one: Artifact, device: Any, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Told before a cubin is looked for; or by the cubin, without an artifact."""
-    cubin = put_cubin(one.path.parent / "cubins", make_sidecar(one.manifest.geometry))
-    monkeypatch.setenv("WORLD_SIZE", str(size))
-    dummy = [*commands(one.path)[0], "--load-format", "dummy"]
-    without = ["bench", "--load-format", "dummy", "--cubin", cubin]
-    for command in (*commands(one.path), dummy, without):
-        error = refusal(dsv2mk, command)
-        assert (error["what"], error["found"]) == ("world size", str(size))
-        assert error["expected"].startswith("1,")
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["x", "", "1.0"])
-def test_a_launch_with_no_numbers_is_refused(
-    name: str, value: str, built: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    for command in commands(built):
-        assert "WORLD_SIZE and LOCAL_RANK" in refusal(dsv2mk, command, 2)["message"]
-
-
-def test_several_ranks_are_refused(
-    built: Path, device: Any, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    geometry = Artifact.open(built).manifest.geometry
-    cubin = put_cubin(built.parent / "cubins", make_sidecar(geometry, ranks=2))
-    without: list[object] = ["bench", "--load-format", "dummy"]
-    for size in ("1", "2"):
-        monkeypatch.setenv("WORLD_SIZE", size)
-        for command in (*commands(built), without):
-            error = refusal(dsv2mk, [*command, "--cubin", cubin])
-            assert (error["what"], error["found"]) == ("this version decodes on one GPU", "2")
-
-
-#: (of the device, of the sidecar, part of the message)
-NO_FIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "arch": ({"capability": (10, 0)}, {}, "expected sm_100a, found sm_90a"),
-    "no arch": ({"capability": (12, 0)}, {}, "found 12.0"),
-    "driver": ({"driver": 11080}, {}, "found 11.8"),
-    "shared memory": ({"shared_memory": 100}, {}, "found 100"),
-    "memory": ({"free_memory": 10**6}, {}, "GPU memory: expected .* found 0.00 GB"),
-    "ranks": ({}, {"ranks": 2}, "expected 1, found 2"),
-}
-
-
-@pytest.mark.parametrize("name", NO_FIT)
-def test_what_does_not_fit_is_refused_before_it_is_loaded(
-    name: str, one: Artifact, device: dict[str, Any], dsv2mk: Call
-) -> None:
-    of_device, of_sidecar, said = NO_FIT[name]
-    device |= of_device
-    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry, **of_sidecar))
-    for command in commands(one.path):
-        assert re.search(said, refusal(dsv2mk, command)["message"])
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "code", "expected"),
-    [
-        ("--context", 2561, 2, "to 2560"),  # the model's
-        ("--context", 1, 2, "to 2560"),
-        ("--ctas", 2, 12, "3 to 132 CTAs"),
-        ("--ctas", 133, 12, "3 to 132 CTAs"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_before_it_is_loaded(
-    option: str, value: int, code: int, expected: str, one: Artifact, device: Any, dsv2mk: Call
-) -> None:
-    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
-    for command in commands(one.path):
-        error = refusal(dsv2mk, [*command, option, value], code)
-        assert error["expected"].endswith(expected)
-        assert error["found"] == str(value)
-
-
-def test_what_is_measured_must_fit_the_model_s_context(
-    one: Artifact, device: Any, dsv2mk: Call
-) -> None:
-    cubin = put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
-    lengths = ["--input-len", 1500, "--output-len", 1061]
-    for what in ([one.path], ["--load-format", "dummy", "--cubin", cubin]):
-        error = refusal(dsv2mk, ["bench", *what, *lengths, "--context", 2560], 2)
-        assert error["what"] == "--input-len + --output-len do not fit the model's context"
-        assert (error["expected"], error["found"]) == ("at most 2560 tokens", "2561")
-    lengths[-1] = 1029
-    error = refusal(dsv2mk, ["bench", one.path, *lengths, "--profile"], 2)
-    assert ("+ 32 of --profile" in error["what"], error["found"]) == (True, "2561")
-
-
-def test_what_fits_exactly_is_loaded(one: Artifact, device: Any, dsv2mk: Call) -> None:
-    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
-    bench = ["bench", one.path, "--input-len", 1500, "--output-len", 1060]
-    for options in ([], ["--context", 2560], ["--ctas", 3], ["--ctas", 132]):
-        with pytest.raises(pytest.fail.Exception, match="it loads"):
-            dsv2mk(*bench, *options)
-
-
-@pytest.mark.parametrize("backend", ["gpu", "reference"])
-@pytest.mark.parametrize("verify", ["sample", "full"])
-def test_damage_is_found_before_the_weights_are_loaded(
-    backend: str, verify: str, one: Artifact, device: Any, dsv2mk: Call
-) -> None:
-    """Files here have one chunk each: a sample is all."""
-    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
-    flip_byte(one.path / "rank-00.ffn.safetensors")
-    args = ["--token-ids", "1", "--max-new", 1, "--backend", backend, "--verify", verify]
-    error = refusal(dsv2mk, ["generate", one.path, *args], 11)
-    assert os.fspath(one.path / "rank-00.ffn.safetensors") in error["message"]

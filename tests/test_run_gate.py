@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpu import FakeDecoder, nearly_tied
 from helpers import Call, Done, flip_byte, make_artifact, make_snapshot, names, small_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv2mk.artifacts.artifact import Artifact
+from dsv2mk.runner.reference import ReferenceDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -214,6 +216,139 @@ def test_the_artifact_is_verified_first(artifact: Artifact, stored: Path, dsv2mk
     args = ["--free-run", 0, "--verify", "full"]
     assert dsv2mk(*reference_args(artifact, stored), *args).code == 11
     assert dsv2mk(*reference_args(artifact, stored), *args[:2]).code != 11
+
+
+# ---- a decoder that chooses other experts ----
+
+
+@pytest.fixture
+def on_gpu(dsv2mk: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """`gate` of a decoder that runs here: its JSON."""
+
+    def call(decoder: FakeDecoder, folder: Path, *args: object) -> dict[str, Any]:
+        asked: list[bool] = []
+
+        def opened(*_: object, tokens: int, trace: bool) -> FakeDecoder:
+            asked.append(trace)
+            return decoder
+
+        monkeypatch.setattr("dsv2mk.runner.run_gate.open_gpu", opened)
+        options = ["--backend", "gpu", "--positions", 8, "--free-run", 9, "--json", *args]
+        done = dsv2mk("gate", folder, *options)
+        assert asked == ["--reference" not in args]
+        assert done.code == (1 if done.json["failures"] else 0)
+        return done.json
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("order", "followed"),
+    [([0, 1, 3, 7, 2, 6, 5, 4], True), ([5, 6, 7, 4, 3, 0, 1, 2], False)],
+    ids=["other experts", "another order"],
+)
+def test_experts_that_are_nearly_tied_may_be_others(
+    order: list[int], followed: bool, tmp_path: Path, on_gpu: Callable[..., dict[str, Any]]
+) -> None:
+    ours = nearly_tied(tmp_path, "ours", [7, 6, 5, 4, 3, 2, 1, 0], CONFIG)
+    theirs = FakeDecoder(nearly_tied(tmp_path, "theirs", order, CONFIG))
+    data = on_gpu(theirs, ours.path, "--phases")
+    assert data["failures"] == []
+    assert data["max_relative_error"] < 1e-5
+    assert max(data["phases"].values()) < 1e-3
+    # Eight tokens are given and nine chosen, the last of them fed to nobody.
+    for part, count in ((data, 8), (data["free_run"], 8 + 9 - 1)):
+        assert part["choices_followed"] == (count if followed else 0)
+        assert (part["largest_choice_slack"] > 0) == followed
+        assert part["largest_choice_slack"] < 1e-3
+    assert data["free_run"]["replay_equal"]
+    assert data["free_run"]["equal_to_reference"] == 9
+
+
+@pytest.fixture
+def by_logit(artifact: Artifact) -> list[int]:
+    """The experts of layer 1 by descending logit at the first position that the gate feeds."""
+    (token,) = torch.randint(301, (1,), generator=torch.Generator().manual_seed(0)).tolist()
+    reference = ReferenceDecoder(artifact)
+    reference.trace = {}
+    reference.step(token)
+    return reference.trace[1, "route"].argsort(descending=True).tolist()
+
+
+def test_an_expert_that_is_far_worse_fails(
+    artifact: Artifact, by_logit: list[int], on_gpu: Callable[..., dict[str, Any]]
+) -> None:
+    """Though all that follows from it is right."""
+    worst = by_logit[-1]
+    bad = [worst ^ 1, worst, next(e for e in by_logit if e // 2 != worst // 2)]  # of two groups
+    bad.sort(key=by_logit.index)
+    decoder = FakeDecoder(artifact, choices_of=lambda at: {1: bad} if at == 0 else {})
+    data = on_gpu(decoder, artifact.path)
+    assert [text.split(", the")[0] for text in data["failures"]] == [
+        f"{of}position 0: layer 1 chose experts {bad}" for of in ("", "free-running decode: ")
+    ]
+    assert data["max_relative_error"] == 0.0
+    assert (data["choices_followed"], data["free_run"]["choices_followed"]) == (1, 1)
+    assert 0.1 < data["largest_choice_slack"] <= 1
+
+
+def test_experts_out_of_order_fail(
+    artifact: Artifact, by_logit: list[int], on_gpu: Callable[..., dict[str, Any]]
+) -> None:
+    first = by_logit[0]
+    order = [next(e for e in by_logit if e // 2 != first // 2), first, first ^ 1]
+    order.sort(key=by_logit.index, reverse=True)
+    decoder = FakeDecoder(artifact, choices_of=lambda at: {1: order} if at == 0 else {})
+    data = on_gpu(decoder, artifact.path, "--free-run", 0)
+    said = f"position 0: layer 1 lists experts {order} by weights that do not descend"
+    assert [failure for failure in data["failures"] if failure.startswith(said)] != []
+
+
+def test_numbers_that_are_no_experts_fail(
+    artifact: Artifact, on_gpu: Callable[..., dict[str, Any]]
+) -> None:
+    def spoil(position: int, words: dict[tuple[str, int], Tensor]) -> None:
+        words["chosen", 1].view(torch.int32)[0] = torch.tensor([2**31 - 1, -1, 0])
+
+    data = on_gpu(FakeDecoder(artifact, spoil=spoil), artifact.path, "--free-run", 0, "--phases")
+    assert [text.split(", the")[0] for text in data["failures"]] == [
+        f"position {at}: layer 1 chose experts [2147483647, -1, 0]" for at in range(8)
+    ]
+    assert (data["max_relative_error"], data["largest_choice_slack"]) == (0.0, None)
+
+
+def test_weights_that_are_wrong_are_a_phase(
+    artifact: Artifact, on_gpu: Callable[..., dict[str, Any]]
+) -> None:
+    def spoil(position: int, words: dict[tuple[str, int], Tensor]) -> None:
+        words["chosen", 1][1] *= 0.5
+
+    data = on_gpu(FakeDecoder(artifact, spoil=spoil), artifact.path, "--phases")
+    (failure,) = data["failures"]
+    assert failure.startswith("position 0: layer 1, phase chosen, element [0]: ")
+    assert data["phases"]["chosen"] == 0.5
+    assert data["choices_followed"] == 0
+
+
+@pytest.mark.parametrize("with_stored", [False, True])
+def test_a_launch_of_many_tokens_chooses_as_steps_do(
+    with_stored: bool, artifact: Artifact, stored: Path, on_gpu: Callable[..., dict[str, Any]]
+) -> None:
+    def launched(position: int, logits: Tensor) -> Tensor:
+        return logits.roll(1) if decoder.launches[-1] > 1 and position == wrong else logits
+
+    decoder = FakeDecoder(artifact, launched)
+    args = ["--reference", stored] if with_stored else []
+    for wrong in (-1, 7, 12, 15):
+        data = on_gpu(decoder, artifact.path, *args)
+        free = data["free_run"]
+        said = [text for text in data["failures"] if "its replay step by step" in text]
+        assert free["replay_equal"] == (wrong < 0)
+        assert [text.split()[6] for text in said] == ([f"{wrong + 1},"] if wrong >= 0 else [])
+        assert (len(data["failures"]) == len(said)) == (with_stored or wrong < 0)
+        assert ("equal_to_reference" in free) == (not with_stored)
+        assert ("choices_followed" in {**data, **free}) == (not with_stored)
+        assert decoder.launches[-17:] == [8 + 9 - 1] + [1] * 16
 
 
 # ---- what it refuses ----
