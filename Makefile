@@ -5,7 +5,7 @@ TP ?= 8
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test check format artifacts cubin bench-build bench-load clean
+.PHONY: help setup demo test check format artifacts cubin publish bench-build bench-load clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ artifacts: $(READY) ## Build an artifact: make artifacts SNAPSHOT=... TP=8 OUT=.
 
 cubin: $(READY) ## Compile the kernel, no GPU needed: make cubin ARTIFACT=... ARCH=sm_100a,sm_90a
 	$(BIN)/dsv2mk cubin --artifact "$(or $(ARTIFACT),$(error ARTIFACT is not set: make cubin ARTIFACT=... ARCH=sm_100a))" --arch $(or $(ARCH),sm_100a)
+
+publish: $(READY) ## Put an artifact into a store: make publish DIR=... STORE=... TAG=...
+	$(BIN)/dsv2mk publish "$(or $(DIR),$(error DIR is not set: make publish DIR=... STORE=... TAG=...))" "$(or $(STORE),$(error STORE is not set: make publish DIR=... STORE=... TAG=...))" --tag "$(or $(TAG),$(error TAG is not set: make publish DIR=... STORE=... TAG=...))"
 
 bench-build: $(READY) ## Measure the build against the plain way and a plain copy
 	$(BIN)/python tests/bench_build.py

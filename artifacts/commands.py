@@ -1,13 +1,17 @@
 """`verify`, `inspect` and `diff`: commands that need an artifact and nothing else."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dsv2mk.artifacts.console import Report, message, progress, reporting, size_text, table_text
 from dsv2mk.manifests.errors import EXIT_CHECK_FAILED, EXIT_DONE, UsageError
 from dsv2mk.manifests.manifest import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from dsv2mk.artifacts.store import Store
+    from dsv2mk.manifests.bundle import Bundle
 
 _FOLDER = click.Path(path_type=Path)
 
@@ -19,7 +23,7 @@ def _number(_: object, __: object, value: float) -> float:
 
 
 @click.command()
-@click.argument("folder", type=_FOLDER, metavar="DIR")
+@click.argument("folder", type=_FOLDER, metavar="DIR|STORE|STORE::NAME")
 @click.option(
     "--sample",
     type=click.FloatRange(0, 100),
@@ -30,9 +34,15 @@ def _number(_: object, __: object, value: float) -> float:
 )
 @reporting
 def verify(folder: Path, sample: float) -> Report:
-    """Check an artifact against the hashes in its manifest."""
+    """Check an artifact against the hashes in its manifest, or what a store holds."""
     from dsv2mk.artifacts.artifact import Artifact, read_manifest
+    from dsv2mk.artifacts.store import Store, is_store, resolve
 
+    named = resolve(str(folder))
+    if named is not None:
+        return _verify_store(str(folder), *named, sample)
+    if is_store(folder):
+        return _verify_store(str(folder), Store.open(folder), None, sample)
     artifact = Artifact(path=folder, manifest=read_manifest(folder))
     with progress(artifact.bytes_to_verify(sample), "verify") as bar:
         problems = artifact.verify(sample, bar.update)
@@ -53,6 +63,23 @@ def verify(folder: Path, sample: float) -> Report:
     share = "" if sample >= 100 else f", a sample of {sample:g} %"
     text = f"ok: {files} files of {folder}{share}, digest {artifact.manifest.digest}"
     return Report(data=data, text=text)
+
+
+def _verify_store(where: str, store: "Store", bundle: "Bundle | None", sample: float) -> Report:
+    from dsv2mk.artifacts.collect import check_store
+
+    with progress(0, "verify") as bar:
+        count, problems = check_store(store, bundle, sample, bar.update)
+    data = {"ok": not problems, "objects": count, "problems": problems}
+    if problems:
+        lines = [f"{path}: {problem}" for path, problem in problems.items()]
+        lines.append(
+            f"damaged: {len(problems)} files of {where}. "
+            "Publish the artifact again: dsv2mk publish DIR STORE --tag NAME"
+        )
+        return Report(data=data, text="\n".join(lines), exit_code=EXIT_CHECK_FAILED)
+    share = "" if sample >= 100 else f", a sample of {sample:g} %"
+    return Report(data=data, text=f"ok: {count} objects of {where}{share}")
 
 
 @click.command()
@@ -129,15 +156,23 @@ def inspect(folder: Path, tensor: str | None, rank: int | None, stats: bool) -> 
 
 
 @click.command()
-@click.argument("a", type=_FOLDER)
-@click.argument("b", type=_FOLDER)
+@click.argument("a", type=_FOLDER, metavar="A")
+@click.argument("b", type=_FOLDER, metavar="B")
 @reporting
 def diff(a: Path, b: Path) -> Report:
-    """Compare two artifacts by their manifests: + only in B, - only in A, M modified."""
+    """Compare two artifacts by their manifests: + only in B, - only in A, M modified.
+
+    A and B are folders, or STORE::NAME.
+    """
     from dsv2mk.artifacts.artifact import diff as compare
     from dsv2mk.artifacts.artifact import read_manifest
+    from dsv2mk.artifacts.store import resolve
 
-    changes = compare(read_manifest(a), read_manifest(b))
+    manifests = []
+    for where in (a, b):
+        named = resolve(str(where))
+        manifests.append(read_manifest(where) if named is None else named[0].manifest(named[1]))
+    changes = compare(*manifests)
     data = {"same": not changes, "changes": [{"sign": s, "what": what} for s, what in changes]}
     if not changes:
         message("no difference")

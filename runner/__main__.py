@@ -6,6 +6,8 @@ from typing import Any
 import click
 
 from dsv2mk.artifacts import console
+from dsv2mk.artifacts.commands import verify
+from dsv2mk.artifacts.store_commands import ls, pull
 from dsv2mk.runner.commands import bench, gate, generate
 
 
@@ -21,7 +23,7 @@ def cli() -> None:
     """Decode, measure and check on a node: no compiler, no checkpoint."""
 
 
-for command in (generate, bench, gate):
+for command in (generate, bench, gate, pull, ls, verify):
     cli.add_command(command)
 
 if __name__ == "__main__":

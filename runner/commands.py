@@ -9,11 +9,20 @@ from typing import Any
 import click
 
 from dsv2mk.artifacts.console import Report, reporting, size_text, table_text
+from dsv2mk.artifacts.store import STORE_VARIABLE
 from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.errors import EXIT_CHECK_FAILED, ArtifactError, UsageError
-from dsv2mk.runner.session import GpuOptions, backend_option, gpu_options, open_gpu, use_gpu
+from dsv2mk.runner.session import (
+    GpuOptions,
+    backend_option,
+    gpu_options,
+    open_gpu,
+    own_rank,
+    use_gpu,
+)
 
 _PATH = click.Path(path_type=Path)
+_WHERE = click.Path(path_type=str)  # a folder, or STORE::NAME
 
 
 def _token_ids(_: object, __: object, text: str | None) -> list[int] | None:
@@ -26,7 +35,7 @@ def _token_ids(_: object, __: object, text: str | None) -> list[int] | None:
 
 
 @click.command()
-@click.argument("folder", type=_PATH, metavar="DIR")
+@click.argument("where", type=_WHERE, metavar="DIR|STORE::NAME")
 @click.option("--prompt", help="Text; needs a tokenizer in the artifact.")
 @click.option("--token-ids", callback=_token_ids, metavar="1,2,3", help="The prompt as token ids.")
 @click.option("--max-new", type=click.IntRange(1), required=True, help="Most tokens to decode.")
@@ -43,7 +52,7 @@ def _token_ids(_: object, __: object, text: str | None) -> list[int] | None:
 @gpu_options
 @reporting
 def generate(
-    folder: Path,
+    where: str,
     prompt: str | None,
     token_ids: list[int] | None,
     max_new: int,
@@ -61,7 +70,7 @@ def generate(
         raise UsageError("--cache-dtype fp32", fix="Add --backend reference")
     from dsv2mk.artifacts.artifact import Artifact
 
-    artifact = Artifact.open(folder)
+    artifact = Artifact.open(where, own_rank() if gpu else None, options["trust"])
     geometry = artifact.manifest.geometry
     tokenizer = _tokenizer(artifact)
     if prompt is not None:
@@ -85,7 +94,7 @@ def generate(
             found=f"{len(token_ids)} + {max_new}",
         )
     if logits is not None:
-        logits = _writable(logits, "--logits", folder)
+        logits = _writable(logits, "--logits", where)
     stop = frozenset() if ignore_eos else _stop_tokens(artifact)
     decode = _on_gpu if gpu else _on_reference
     decoded = decode(
@@ -180,7 +189,7 @@ def _on_gpu(
 
 
 @click.command()
-@click.argument("folder", type=_PATH, metavar="[DIR]", required=False)
+@click.argument("where", type=_WHERE, metavar="[DIR|STORE::NAME]", required=False)
 @click.option(
     "--load-format",
     type=click.Choice(["auto", "dummy"]),
@@ -214,7 +223,7 @@ def _on_gpu(
 @gpu_options
 @reporting
 def bench(
-    folder: Path | None,
+    where: str | None,
     load_format: str,
     input_len: int,
     output_len: int,
@@ -229,20 +238,23 @@ def bench(
     **given: Any,
 ) -> Report:
     """Measure milliseconds a token on a GPU."""
+    started = time.perf_counter()
     from dsv2mk.artifacts.artifact import Artifact
 
     options = GpuOptions(**given, loopback=loopback)
     dummy = load_format == "dummy"
-    if folder is None and not (dummy and options.cubin):
+    if where is None and not (dummy and options.cubin):
         raise UsageError("no artifact", fix="Name one, or use --load-format dummy --cubin DIR")
     if baseline and loopback:
         raise UsageError("--baseline needs all ranks", fix="Leave --loopback out")
     if output_json is not None:
-        output_json = _writable(output_json, "--output-json", folder)
+        output_json = _writable(output_json, "--output-json", where)
     from dsv2mk.runner import bench as measure
 
-    artifact = None if folder is None else Artifact.open(folder)
-    started = time.perf_counter()
+    before = time.perf_counter()
+    artifact = None if where is None else Artifact.open(where, own_rank(), options.trust)
+    start_up = {"open": time.perf_counter() - before}
+    before = time.perf_counter()
     extra = 32 if profile else 0
     request = measure.Request(
         input_len=input_len,
@@ -259,10 +271,16 @@ def bench(
         asked="--input-len + --output-len" + (f" + {extra} of --profile" if profile else ""),
         seed=seed if dummy else None,
     ) as decoder:
-        opened = time.perf_counter() - started
+        opened = time.perf_counter() - before
         follows = decoder.follow()
         logits = None
         if not follows:
+            before = time.perf_counter()
+            decoder.reset()
+            decoder.feed([0])
+            start_up |= options.start_up
+            start_up["first_launch"] = time.perf_counter() - before
+            start_up["to_first_token"] = time.perf_counter() - started
             data = measure.bench(decoder, request)
             if profile:
                 data["profile"] = measure.profile(decoder, extra)
@@ -296,6 +314,7 @@ def bench(
         "warmup": warmup,
         "iterations": iters,
         "seconds_to_open": opened,
+        "start_up": start_up,
     }
     if output_json is not None:
         _replace(output_json, (json.dumps(data, indent=1) + "\n").encode())
@@ -310,6 +329,7 @@ def bench(
             f"{100 * data['share_of_read_bandwidth']:.0f}%",
             f"of {data['read_bandwidth_tb_s']:.2f} TB/s",
         ],
+        ["start-up s", *(f"{name} {seconds:.2f}" for name, seconds in start_up.items())],
     ]
     if baseline:
         ms, error = stock["ms_per_token"], stock["relative_error"]
@@ -333,7 +353,7 @@ def bench(
 
 
 @click.command()
-@click.argument("folder", type=_PATH, metavar="DIR")
+@click.argument("where", type=_WHERE, metavar="DIR|STORE::NAME")
 @click.option(
     "--reference",
     "stored",
@@ -352,7 +372,7 @@ def bench(
 @gpu_options
 @reporting
 def gate(
-    folder: Path,
+    where: str,
     stored: Path | None,
     positions: int,
     free_run: int,
@@ -374,13 +394,15 @@ def gate(
     if phases and (not gpu or stored is not None):
         raise UsageError("--phases compares a GPU with the reference decoder, without --reference")
     if output_json is not None:
-        output_json = _writable(output_json, "--output-json", folder)
+        output_json = _writable(output_json, "--output-json", where)
     from dsv2mk.artifacts.artifact import Artifact
     from dsv2mk.runner.run_gate import GateRequest, run_gate
 
     if output_json is not None and stored is not None and output_json == stored.resolve():
         raise UsageError("--output-json", expected="another file than --reference", found=stored)
-    artifact = Artifact.open(folder)
+    # The reference decoder runs on rank 0, and holds all ranks.
+    alone = not gpu or (stored is None and own_rank() == 0)
+    artifact = Artifact.open(where, None if alone else own_rank(), given["trust"])
     request = GateRequest(
         positions=positions,
         free_run=free_run,
@@ -426,11 +448,13 @@ def _tokenizer(artifact: Any) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         return None
-    path = artifact.path / "tokenizer.json"
+    encoded = artifact.read("tokenizer.json")
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(encoded)
     except Exception as error:  # the package raises nothing narrower
-        raise ArtifactError(f"{path}: {error}", fix="dsv2mk verify DIR tells more") from None
+        raise ArtifactError(
+            f"{artifact.label('tokenizer.json')}: {error}", fix="dsv2mk verify tells more"
+        ) from None
 
 
 def _stop_tokens(artifact: Any) -> frozenset[int]:
@@ -438,10 +462,10 @@ def _stop_tokens(artifact: Any) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         if name in artifact.manifest.files:
             try:
-                found = parse_object((artifact.path / name).read_bytes()).get("eos_token_id")
+                found = parse_object(artifact.read(name)).get("eos_token_id")
             except ValueError as error:
                 raise ArtifactError(
-                    f"{artifact.path / name} is {error}", fix="dsv2mk verify DIR tells more"
+                    f"{artifact.label(name)} is {error}", fix="dsv2mk verify tells more"
                 ) from None
             if found is not None:
                 tokens = found if isinstance(found, list) else [found]
@@ -449,10 +473,12 @@ def _stop_tokens(artifact: Any) -> frozenset[int]:
     return frozenset()
 
 
-def _writable(path: Path, option: str, artifact: Path | None) -> Path:
+def _writable(path: Path, option: str, where: str | None) -> Path:
     """Where an output goes, links followed: a new file, or one to replace; not in the artifact."""
     real = Path(os.path.realpath(path))
-    if artifact is not None and real.is_relative_to(os.path.realpath(artifact)):
+    folder, mark, _ = (where or "").rpartition("::")
+    store = folder or os.environ.get(STORE_VARIABLE) if mark else None
+    if any(at and real.is_relative_to(os.path.realpath(at)) for at in (where, store)):
         raise UsageError(option, expected="a file outside of the artifact", found=path)
     if not real.parent.is_dir() or (os.path.lexists(real) and not real.is_file()):
         raise UsageError(option, expected="a file in a folder that exists", found=path)

@@ -1,33 +1,41 @@
 """Weights in GPU memory: a rank's shard from its files, or random ones in the same layout.
 
 Shard files are read by several threads, each into its pinned buffers in turn, and copied from there
-asynchronously: a copy straight from pageable memory runs at a fraction of the bus. Every part of a
-shard becomes one allocation; tensors are places in it, as the layout says.
+asynchronously: a copy straight from pageable memory runs at a fraction of the bus. A thread takes a
+chunk of a file at a time, and hashes it from the very buffers that are copied: what is proved is
+what the GPU gets. Every part of a shard becomes one allocation; tensors are places in it, as the
+layout says.
 """
 
 import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.layout import PARTS, RankLayout, TensorSpec
+from dsv2mk.manifests.manifest import CHUNK_BYTES
 
 #: Bytes of a pinned buffer, buffers of a thread, and threads that read. Large buffers, since
 #: Python's lock passes some ten thousand pieces a second in all; with two a thread reads into one
-#: while the other is copied. The bytes of all are a power of two: what PyTorch rounds up to.
+#: while the other is copied.
 STAGE_BYTES = 16 << 20
 BUFFERS = 2
-THREADS = min(16, os.cpu_count() or 1)
+THREADS = min(24, os.cpu_count() or 1)
 #: Bytes that an allocation is longer: the kernel copies scales in whole 16 bytes.
 SLACK = 256
+
+_FIX = "dsv2mk verify tells about all files"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +44,7 @@ class Weights:
 
     layout: RankLayout
     parts: dict[str, Tensor]  # uint8, SLACK longer than the part's data
+    seconds_hashed: float = 0.0  # of all threads, over their number
 
     def address(self, name: str) -> int:
         """Address of a tensor; 0 for one that the geometry does not have."""
@@ -67,39 +76,67 @@ def load_weights(
     rank: int,
     device: torch.device,
     done: Callable[[int], object] = lambda count: None,
+    verify: str = "sample",
     threads: int = THREADS,
 ) -> Weights:
     """Copy a rank's shard to a device. `done` is told of bytes that have been handed over.
 
-    Raises ArtifactError if a file cannot be read to its end.
+    verify: "none", "sample" or "full", as `Artifact.to_prove` says. Raises ArtifactError if a file
+    cannot be read to its end, or if a chunk is not what the manifest says.
     """
     layout = artifact.layouts[rank]
     parts = {part: _allocate(layout, part, device) for part in PARTS}
-    files = []
+    sources = []
     for part in PARTS:
-        first = layout.part(part)[0]
-        name, start = artifact.locate(rank, first)
-        files.append((artifact.path / name, start, part_bytes(layout, part), parts[part]))
-    copy_files(files, device, done, threads)
-    return Weights(layout=layout, parts=parts)
+        name, start = artifact.locate(rank, layout.part(part)[0])
+        sources.append(
+            Source(
+                path=artifact.file_path(name),
+                label=artifact.label(name),
+                start=start,
+                end=start + part_bytes(layout, part),
+                target=parts[part],
+                wanted=artifact.to_prove(name, verify),
+                new_hash=artifact.new_hash,
+            )
+        )
+    seconds = copy_files(sources, device, done, threads)
+    return Weights(layout=layout, parts=parts, seconds_hashed=seconds)
+
+
+# ---- from files to a device ----
+
+
+@dataclass(kw_only=True, slots=True)
+class Source:
+    """A file whose bytes from `start` to `end`, its last, go to the start of a uint8 tensor."""
+
+    path: Path
+    label: str  # for messages
+    start: int
+    end: int
+    target: Tensor
+    wanted: Mapping[int, str] = field(default_factory=dict)  # digests of chunks that are hashed
+    new_hash: Callable[[], Any] = xxhash.xxh3_128
 
 
 def copy_files(
-    files: list[tuple[Path, int, int, Tensor]],
+    sources: list[Source],
     device: torch.device,
     done: Callable[[int], object],
     threads: int = THREADS,
-) -> None:
-    """Copy (file, offset, bytes) to the start of a uint8 tensor on the device, for each."""
-    pieces = _pieces(files)
+) -> float:
+    """Copy files to the device; the seconds of hashing of all threads, over their number."""
+    chunks = _chunks(sources)
     # One allocation: pinning is slow. PyTorch keeps it, for the next call of this process.
     stages = _pinned(threads * BUFFERS * STAGE_BYTES).view(threads, BUFFERS, STAGE_BYTES)
     lock = threading.Lock()
     errors: list[BaseException] = []
+    seconds: list[float] = []
 
     def work(buffers: Tensor) -> None:
         try:
-            _copy_pieces(pieces, buffers, lock, device, done, errors)
+            seconds.append(_copy_chunks(chunks, buffers, lock, device, done, errors))
         except BaseException as error:  # handed to the caller below
             errors.append(error)
 
@@ -111,82 +148,111 @@ def copy_files(
     if errors:
         raise errors[0]
     torch.cuda.synchronize(device)
+    return sum(seconds) / threads
 
 
-def _pieces(
-    files: list[tuple[Path, int, int, Tensor]],
-) -> Iterator[tuple[Path, int, int, Tensor]]:
-    """(file, offset, bytes, where to) of at most STAGE_BYTES."""
-    for path, start, length, target in files:
-        for offset in range(0, length, STAGE_BYTES):
-            count = min(STAGE_BYTES, length - offset)
-            yield path, start + offset, count, target[offset : offset + count]
+def _chunks(sources: list[Source]) -> Iterator[tuple[Source, int]]:
+    """Each chunk of each file; of a file's header only what is hashed."""
+    for source in sources:
+        for index in range(-(-source.end // CHUNK_BYTES)):
+            end = min((index + 1) * CHUNK_BYTES, source.end)
+            if index in source.wanted or end > source.start:
+                yield source, index
 
 
-def _copy_pieces(
-    pieces: Iterator[tuple[Path, int, int, Tensor]],
+def _copy_chunks(
+    chunks: Iterator[tuple[Source, int]],
     buffers: Tensor,
     lock: threading.Lock,
     device: torch.device,
     done: Callable[[int], object],
     errors: list[BaseException],
-) -> None:
-    """One thread's share: read into one of its buffers while the others are being copied."""
+) -> float:
+    """One thread's share: read into one of its buffers while the others are being copied.
+
+    Returns the seconds of hashing.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     torch.cuda.set_stream(stream)  # this thread's
-    ring = [
-        (buffer, memoryview(buffer.numpy()), torch.cuda.Event())  # type: ignore[no-untyped-call]
-        for buffer in buffers
-    ]
+    ring = itertools.cycle(
+        [
+            (buffer, memoryview(buffer.numpy()), torch.cuda.Event())  # type: ignore[no-untyped-call]
+            for buffer in buffers
+        ]
+    )
     opened: dict[Path, int] = {}
+    seconds = 0.0
     try:
-        for buffer, memory, copied in itertools.cycle(ring):
-            if errors:
-                break
+        while not errors:
             with lock:
-                piece = next(pieces, None)
-            if piece is None:
+                chunk = next(chunks, None)
+            if chunk is None:
                 break
-            path, offset, count, target = piece
+            source, index = chunk
+            path, target, first = source.path, source.target, source.start
             if path not in opened:
-                opened[path] = _open(path)
-            copied.synchronize()
-            _read(opened[path], path, offset, memory[:count])
-            target.copy_(buffer[:count], non_blocking=True)
-            copied.record(stream)
+                opened[path] = _open(source)
+            fd = opened[path]
+            start = index * CHUNK_BYTES
+            end = min(start + CHUNK_BYTES, source.end)
+            state = source.new_hash() if index in source.wanted else None
+            for at in range(start, end, STAGE_BYTES):
+                count = min(STAGE_BYTES, end - at)
+                buffer, memory, copied = next(ring)
+                copied.synchronize()
+                _read(fd, source, at, memory[:count])
+                header = max(first - at, 0)  # bytes of it in this piece
+                if header < count:
+                    place = at + header - first
+                    target[place : place + count - header].copy_(
+                        buffer[header:count], non_blocking=True
+                    )
+                    copied.record(stream)
+                if state is not None:  # while it is being copied
+                    began = time.perf_counter()
+                    state.update(memory[:count])
+                    seconds += time.perf_counter() - began
+            if state is not None and (found := state.hexdigest()) != source.wanted[index]:
+                raise ArtifactError(
+                    f"{source.label}: chunk {index} (from byte {start})",
+                    expected=source.wanted[index],
+                    found=found,
+                    fix=_FIX,
+                )
             with lock:
-                done(count)
+                done(max(end - max(start, first), 0))
     finally:
         for fd in opened.values():
             os.close(fd)
         stream.synchronize()  # the buffers may go to another call
+    return seconds
 
 
 def _pinned(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
 
-def _open(path: Path) -> int:
+def _open(source: Source) -> int:
     try:
-        return os.open(path, os.O_RDONLY)
+        return os.open(source.path, os.O_RDONLY)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(source, error) from None
 
 
-def _read(fd: int, path: Path, offset: int, into: memoryview) -> None:
+def _read(fd: int, source: Source, offset: int, into: memoryview) -> None:
     filled = 0
     while filled < len(into):
         try:
-            count = os.preadv(fd, [into[filled:]], offset + filled)
+            count = os.preadv(fd, [into[filled:] if filled else into], offset + filled)
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise _unreadable(source, error) from None
         if count == 0:
-            raise ArtifactError(f"{path} ends early", fix="dsv2mk verify DIR tells more")
+            raise ArtifactError(f"{source.label} ends early", fix=_FIX)
         filled += count
 
 
-def _unreadable(path: Path, error: OSError) -> ArtifactError:
-    return ArtifactError(f"{path}: {error.strerror}", fix="dsv2mk verify DIR tells more")
+def _unreadable(source: Source, error: OSError) -> ArtifactError:
+    return ArtifactError(f"{source.label}: {error.strerror}", fix=_FIX)
 
 
 def _allocate(layout: RankLayout, part: str, device: torch.device) -> Tensor:

@@ -2,14 +2,15 @@
 
 import math
 import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dsv2mk.artifacts.artifact import Artifact
+from dsv2mk.artifacts.artifact import SAMPLE, Artifact
 from dsv2mk.artifacts.console import progress
 from dsv2mk.manifests.errors import ArtifactError, UsageError
 
@@ -27,6 +28,9 @@ class GpuOptions:
     verify: str
     collective: str
     loopback: int | None = None
+    trust: tuple[Path, ...] = ()
+    #: What opening a decoder took, by `open_gpu`: seconds of verify, copy and cubin_load.
+    start_up: dict[str, float] = field(default_factory=dict)
 
 
 def _finite(_: object, __: object, value: float) -> float:
@@ -65,9 +69,9 @@ def gpu_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--verify",
             type=click.Choice(["none", "sample", "full"]),
-            default="none",
+            default="sample",
             show_default=True,
-            help="Hash the artifact before it is loaded.",
+            help="Which 64 MiB chunks to hash as they are loaded; sample: 5 % of each file's.",
         ),
         click.option(
             "--collective",
@@ -75,6 +79,13 @@ def gpu_options(function: Callable[..., Any]) -> Callable[..., Any]:
             default="p2p",
             show_default=True,
             help="How ranks add up; multimem needs NVLink multicast.",
+        ),
+        click.option(
+            "--trust",
+            type=_PATH,
+            multiple=True,
+            metavar="KEY",
+            help="A public key that must have signed STORE::NAME; then all is hashed, by BLAKE3.",
         ),
     ]
     for option in reversed(options):
@@ -95,6 +106,12 @@ def use_gpu(backend: str) -> bool:
             "the reference decoder holds all ranks in one process", fix="Start it without torchrun"
         )
     return gpu
+
+
+def own_rank() -> int:
+    """This process's rank: of torchrun's variable, which `World.join` checks; else 0."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def open_gpu(
@@ -146,20 +163,23 @@ def _open(
     facts = gpu.facts_of(world.index)
     geometry = artifact.manifest.geometry if artifact else None
     ranks = artifact.manifest.topology.ranks if artifact else options.loopback
-    own = artifact.path / "cubin" if artifact else None
     processes = options.loopback or world.size
     _refuse_loopback(options, world.size, ranks)
     if ranks is not None:
         gpu.refuse_ranks(ranks, processes)
+    started = time.perf_counter()
     sidecar, cubin = find_cubin(
-        facts.arch, geometry, ranks, options.cubin, own, collective=options.collective
+        facts.arch, geometry, ranks, options.cubin, artifact, collective=options.collective
     )
+    found = time.perf_counter()
     gpu.refuse_misfit(sidecar, facts, ranks=ranks or sidecar.topology.ranks, world=processes)
     layout = RankLayout(geometry=sidecar.geometry, topology=sidecar.topology, rank=world.rank)
     most = sidecar.geometry.max_position_embeddings
     context = _context(options.context, tokens, asked, most)
     GpuDecoder.refuse_memory(sidecar, facts, weight_bytes(layout), context, trace=trace)
+    fits = time.perf_counter()
     kernel = gpu.Kernel(cubin, sidecar, world.index)
+    options.start_up["cubin_load"] = found - started + time.perf_counter() - fits
     ctas = gpu.grid_size(
         sidecar, facts.multiprocessors, kernel.most_per_multiprocessor(), options.ctas
     )
@@ -178,18 +198,20 @@ def _open(
     )
     device = torch.device("cuda", world.index)
     world.doing("loading")
+    started = time.perf_counter()
     if seed is not None:
         weights = dummy_weights(layout, device, seed)
     else:
         assert artifact is not None
-        check(artifact, options.verify)
         with progress(weight_bytes(layout), "load", silent=not world.leads) as bar:
 
             def done(count: int) -> None:
                 bar.update(count)
                 world.look_if_told()
 
-            weights = load_weights(artifact, world.rank, device, done)
+            weights = load_weights(artifact, world.rank, device, done, options.verify)
+    options.start_up["verify"] = weights.seconds_hashed
+    options.start_up["copy"] = time.perf_counter() - started - weights.seconds_hashed
     world.meet("loaded")
     return GpuDecoder(
         weights,
@@ -231,14 +253,18 @@ def _context(given: int | None, tokens: int, asked: str, most: int) -> int:
 
 
 def check(artifact: Artifact, verify: str) -> None:
-    """Hash an artifact's files: none, a sample, or full. Raises ArtifactError for a damaged one."""
-    if verify == "none":
+    """Hash what the reference decoder will map: none, a sample, or full.
+
+    Files of a bundle whose signature was checked are hashed in full. Raises ArtifactError for a
+    damaged one.
+    """
+    if verify == "none" and not artifact.signed:
         return
-    sample = 100.0 if verify == "full" else 5.0
+    sample = 100.0 if verify == "full" else SAMPLE
     with progress(artifact.bytes_to_verify(sample), "verify") as bar:
         problems = artifact.verify(sample, bar.update)
     if problems:
         name, problem = next(iter(problems.items()))
         raise ArtifactError(
-            f"{artifact.path / name}: {problem}", fix="dsv2mk verify DIR tells about all files"
+            f"{artifact.label(name)}: {problem}", fix="dsv2mk verify tells about all files"
         )

@@ -1,4 +1,4 @@
-"""Weights on their way to a GPU: sizes, pieces, reads, random values; no GPU takes part."""
+"""Weights on their way to a GPU: sizes, chunks, reads, proofs, random values; no GPU takes part."""
 
 import errno
 import math
@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import make_artifact, small_config, tiny_config
+import xxhash
+from helpers import flip_byte, make_artifact, small_config, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import geometries
@@ -24,7 +25,7 @@ from dsv2mk.manifests.topology import Topology
 from dsv2mk.runner import load
 from dsv2mk.runner.load import (
     SLACK,
-    STAGE_BYTES,
+    Source,
     Weights,
     dummy_weights,
     part_bytes,
@@ -66,47 +67,41 @@ def test_sizes_are_those_of_the_files(shared: Path, tmp_path: Path) -> None:
             assert artifact.locate(layout.rank, layout.part(part)[0]) == (path.name, header)
 
 
-# ---- pieces ----
-
-Piece = tuple[Path, int, int, Tensor]
+# ---- chunks ----
 
 
-def assert_cover(files: list[Piece], pieces: list[Piece], most: int) -> None:
-    """Every byte of every file once, in order, to its own place."""
-    left = list(pieces)
-    for path, start, length, target in files:
-        done = 0
-        while done < length:
-            piece_path, offset, count, to = left.pop(0)
-            assert (piece_path, offset) == (path, start + done)
-            assert 0 < count <= most
-            assert to.numel() == count
-            assert to.data_ptr() == target.data_ptr() + done
-            done += count
-        assert done == length
-    assert left == []
+def source(path: Path, start: int, end: int, target: Any = None, **given: Any) -> Source:
+    if target is None:
+        target = torch.empty(max(end - start, 0) + SLACK, dtype=torch.uint8)
+    return Source(path=path, label=str(path), start=start, end=end, target=target, **given)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 100), st.integers(0, 60)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 100), st.booleans()), max_size=4),
     st.integers(1, 20),
 )
-def test_pieces_cover_each_file_once_and_in_order(sizes: list[tuple[int, int]], most: int) -> None:
-    files = [
-        (Path(f"f{index}"), start, length, torch.empty(length + SLACK, dtype=torch.uint8))
-        for index, (start, length) in enumerate(sizes)
+def test_chunks_hold_each_byte_of_data_once_and_of_headers_what_is_hashed(
+    files: list[tuple[int, int, bool]], most: int
+) -> None:
+    sources = []
+    for number, (start, length, hashed) in enumerate(files):
+        wanted = {0: "any"} if hashed and start + length else {}
+        sources.append(source(Path(f"f{number}"), start, start + length, wanted=wanted))
+    with mock.patch.object(load, "CHUNK_BYTES", most):
+        chunks = list(load._chunks(sources))
+    found = [
+        (one.path, at) for one, index in chunks for at in range(index * most, most + index * most)
     ]
-    with mock.patch.object(load, "STAGE_BYTES", most):
-        assert_cover(files, list(load._pieces(files)), most)
-
-
-def test_a_piece_fits_a_buffer() -> None:
-    for length in (1, STAGE_BYTES - 1, STAGE_BYTES, STAGE_BYTES + 1, 2 * STAGE_BYTES):
-        files = [(Path("f"), 4096, length, torch.empty(length + SLACK, dtype=torch.uint8))]
-        pieces = list(load._pieces(files))
-        assert len(pieces) == math.ceil(length / STAGE_BYTES)
-        assert_cover(files, pieces, STAGE_BYTES)
+    assert len(set(found)) == len(found)
+    assert found == sorted(found)
+    for one in sources:
+        of_file = {at for path, at in found if path == one.path}
+        assert of_file >= set(range(one.start, one.end))
+        if one.wanted:
+            assert 0 in of_file
+        elif one.start >= most:
+            assert 0 not in of_file
 
 
 # ---- reads ----
@@ -123,7 +118,7 @@ def read(path: Path, offset: int, count: int) -> bytes:
     into = bytearray(b"\xee" * count)
     fd = os.open(path, os.O_RDONLY)
     try:
-        load._read(fd, path, offset, memoryview(into))
+        load._read(fd, source(path, 0, 1000), offset, memoryview(into))
     finally:
         os.close(fd)
     return bytes(into)
@@ -205,12 +200,20 @@ class LateTarget:
 
     def copy_(self, source: Tensor, non_blocking: bool) -> None:
         assert non_blocking
+        assert self.tensor.shape == source.shape
         LateStream.current.stream.copies.append((self.tensor, source))
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams as late as they can be, and buffers of 7 bytes."""
+    """Streams as late as they can be; buffers of 7 bytes, and chunks of 31."""
+    on_the_host(monkeypatch)
+    monkeypatch.setattr(load, "STAGE_BYTES", 7)
+    monkeypatch.setattr(load, "CHUNK_BYTES", 31)
+
+
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU stand in for those of a GPU."""
 
     def set_stream(stream: LateStream) -> None:
         LateStream.current.stream = stream
@@ -220,13 +223,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(load, "_pinned", lambda count: torch.zeros(count, dtype=torch.uint8))
-    monkeypatch.setattr(load, "STAGE_BYTES", 7)
 
 
-def copy(files: list[tuple[Path, int, int, Tensor]], threads: int) -> list[int]:
+def copy(sources: list[Source], threads: int) -> list[int]:
     told: list[int] = []
-    late_files: Any = [(*file, LateTarget(target)) for *file, target in files]
-    load.copy_files(late_files, torch.device("cpu"), told.append, threads)
+    for one in sources:
+        one.target = LateTarget(one.target)  # type: ignore[assignment]
+    load.copy_files(sources, torch.device("cpu"), told.append, threads)
     return told
 
 
@@ -238,23 +241,115 @@ def test_a_buffer_is_filled_again_only_once_it_is_copied(
     second = tmp_path / "second"
     second.write_bytes(data[::-1])
     targets = [torch.zeros(1000, dtype=torch.uint8) for _ in range(3)]
-    files = [(file, 0, 1000, targets[0]), (second, 3, 990, targets[1]), (file, 9, 0, targets[2])]
-    told = copy(files, threads)
+    sources = [
+        source(file, 0, 1000, targets[0]),
+        source(second, 3, 993, targets[1]),
+        source(file, 9, 9, targets[2]),
+    ]
+    told = copy(sources, threads)
     assert bytes(targets[0].tolist()) == data
     assert bytes(targets[1].tolist()) == data[::-1][3:993] + bytes(10)
     assert not targets[2].any()
-    assert (sum(told), max(told), len(told)) == (1990, 7, 143 + 142)
+    # 32 chunks of 31 and one of 8; 31 - 3, 31 of 31, and one of 1.
+    assert sorted(told) == [1, 8, 28] + [31] * 63
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_first_error_ends_all_reading(threads: int, late: None, file: Path) -> None:
     target = torch.zeros(10**6, dtype=torch.uint8)
     with pytest.raises(ArtifactError, match="ends early"):
-        copy([(file, 0, 10**6, target)], threads)
-    assert bytes(target[:994].tolist()) == file.read_bytes()[:994]  # of whole buffers
+        copy([source(file, 0, 10**6, target)], threads)
+    assert bytes(target[:992].tolist()) == file.read_bytes()[:992]  # of whole chunks
     absent = file.with_name("absent")
     with pytest.raises(ArtifactError, match=f"{absent}: No such file"):
-        copy([(absent, 0, 10, target)], threads)
+        copy([source(absent, 0, 10, target)], threads)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_who_is_told_may_end_it(threads: int, late: None, tmp_path: Path) -> None:
+    """All threads stop, though only one of them was told to."""
+    told: list[int] = []
+
+    def done(count: int) -> None:
+        told.append(count)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    path, size = tmp_path / "file", 31 * 20_000
+    path.write_bytes(bytes(size))
+    target: Any = LateTarget(torch.zeros(size, dtype=torch.uint8))
+    with pytest.raises(KeyboardInterrupt):
+        load.copy_files([source(path, 0, size, target)], torch.device("cpu"), done, threads)
+    assert len(told) < 10_000
+
+
+# ---- proofs ----
+
+
+def digests(data: bytes, chunk: int = 31) -> dict[int, str]:
+    parts = [data[at : at + chunk] for at in range(0, len(data), chunk)]
+    return {at: xxhash.xxh3_128_hexdigest(part) for at, part in enumerate(parts)}
+
+
+#: Shorter than a chunk, a chunk, a multiple, one more, one less.
+SIZES = [1, 30, 31, 32, 61, 62, 63, 310, 1000]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("header", [0, 5, 31, 40, 62])
+def test_every_chunk_is_proved_as_it_is_copied(
+    size: int, header: int, late: None, tmp_path: Path
+) -> None:
+    """A header too, though it goes nowhere: one that fills a chunk, or more."""
+    path, data = tmp_path / "file", bytes(index % 251 for index in range(size))
+    path.write_bytes(data)
+    start = min(header, size)
+    for threads in (1, 2):
+        target = torch.zeros(size, dtype=torch.uint8)
+        told = copy([source(path, start, size, target, wanted=digests(data))], threads)
+        assert bytes(target.tolist()) == data[start:] + bytes(start)
+        assert (sum(told), len(told)) == (size - start, math.ceil(size / 31))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_flipped_byte_is_found_in_its_chunk_and_in_no_other(
+    size: int, late: None, tmp_path: Path
+) -> None:
+    path, data = tmp_path / "file", bytes(index % 251 for index in range(size))
+    good, target = digests(data), torch.zeros(size, dtype=torch.uint8)
+    for place in {0, 6, 7, 30, 31, 61, size // 2, size - 1} & set(range(size)):
+        path.write_bytes(data)
+        flip_byte(path, place)
+        bad = place // 31
+        with pytest.raises(ArtifactError) as refused:
+            copy([source(path, 10, size, target, wanted=good)], 2)
+        error = refused.value
+        assert error.what == f"{path}: chunk {bad} (from byte {31 * bad})"
+        assert (error.expected, error.exit_code) == (good[bad], 11)
+        assert error.found == digests(path.read_bytes())[bad]
+        others = {at: digest for at, digest in good.items() if at != bad}
+        copy([source(path, 10, size, target, wanted=others)], 2)
+
+
+def test_what_is_hashed_is_what_is_copied(
+    late: None, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that changes under the reader: a byte is other the second time that it is read."""
+    seen: set[int] = set()
+    preadv = os.preadv
+
+    def once(fd: int, buffers: list[memoryview], at: int) -> int:
+        count = preadv(fd, buffers, at)
+        if at in seen:
+            buffers[0][0] ^= 1
+        seen.add(at)
+        return count
+
+    monkeypatch.setattr(os, "preadv", once)
+    data, target = file.read_bytes(), torch.zeros(1000, dtype=torch.uint8)
+    copy([source(file, 0, 1000, target, wanted=digests(data))], 1)
+    assert bytes(target.tolist()) == data
+    assert len(seen) == 32 * 5 + 2  # 31 bytes in 5 pieces, 8 in 2
 
 
 # ---- places on the device ----

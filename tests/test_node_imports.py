@@ -47,11 +47,14 @@ def test_the_module_is_light() -> None:
     assert not {"torch", "numpy"} & found
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["bench"], ["gate"]])
+COMMANDS = ["generate", "bench", "gate", "pull", "ls", "verify"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help_is_light(command: list[str]) -> None:
     out, found = modules(AS_A_PROGRAM, *command, "--help")
     assert "Usage:" in out
-    assert all(name in out for name in (command or ["generate", "bench", "gate"]))
+    assert all(name in out for name in (command or COMMANDS))
     assert not {"torch", "numpy"} & found
 
 
@@ -72,3 +75,24 @@ def test_checking_needs_no_compiler(built: Path, tmp_path: Path, dsv2mk: Call) -
     out, found = modules(AS_A_PROGRAM, "gate", built, *args)
     assert json.loads(out)["passed"]
     assert {"torch", "dsv2mk.runner.run_gate"} <= found
+
+
+def test_a_node_gets_and_checks_an_artifact_without_a_compiler_or_torch(
+    built: Path, tmp_path: Path, dsv2mk: Call
+) -> None:
+    store = tmp_path / "store"
+    assert dsv2mk("publish", built, store, "--tag", "v1").code == 0
+    out, found = modules(AS_A_PROGRAM, "ls", store, "--json")
+    assert "v1" in out
+    assert not {"torch", "numpy"} & found
+    out, found = modules(AS_A_PROGRAM, "pull", store, "v1", tmp_path / "here", "--rank", 1)
+    assert not {"torch", "numpy"} & found
+    shards = sorted(path.name for path in (tmp_path / "here").glob("rank-*"))
+    assert shards == [
+        f"rank-01.{part}.safetensors" for part in ("ffn", "partitioned", "replicated")
+    ]
+    out, found = modules(AS_A_PROGRAM, "verify", f"{store}::v1", "--json")
+    assert json.loads(out)["ok"]
+    out, _ = modules(AS_A_PROGRAM, "generate", f"{store}::v1", *IDS, "--json")
+    expected = dsv2mk("generate", built, *IDS, "--json").json["token_ids"]
+    assert json.loads(out)["token_ids"] == expected

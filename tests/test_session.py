@@ -280,14 +280,77 @@ def test_what_fits_exactly_is_loaded(one: Artifact, device: Any, dsv2mk: Call) -
         assert loads(dsv2mk, [*bench, *options])
 
 
-@pytest.mark.parametrize("backend", ["gpu", "reference"])
-@pytest.mark.parametrize("verify", ["sample", "full"])
-def test_damage_is_found_before_the_weights_are_loaded(
-    backend: str, verify: str, one: Artifact, device: Any, dsv2mk: Call
+@pytest.mark.parametrize("verify", [None, "sample", "full"])
+def test_damage_is_found_before_the_reference_decoder_maps_it(
+    verify: str | None, one: Artifact, dsv2mk: Call
 ) -> None:
-    """Files here have one chunk each: a sample is all."""
-    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
+    """Files here have one chunk each: a sample, which is the default, is all."""
     flip_byte(one.path / "rank-00.ffn.safetensors")
-    args = ["--token-ids", "1", "--max-new", 1, "--backend", backend, "--verify", verify]
+    args = ["--token-ids", "1", "--max-new", 1, "--backend", "reference"]
+    args += [] if verify is None else ["--verify", verify]
     error = refusal(dsv2mk, ["generate", one.path, *args], 11)
     assert os.fspath(one.path / "rank-00.ffn.safetensors") in error["message"]
+    assert "chunk 0 (from byte 0)" in error["message"]
+
+
+def test_weights_are_proved_as_asked_while_they_are_loaded(
+    one: Artifact, device: Any, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_cubin(one.path / "cubin", make_sidecar(one.manifest.geometry))
+    monkeypatch.setattr(Artifact, "verify", lambda *_: pytest.fail("read before it is loaded"))
+    asked: list[str] = []
+
+    def load(
+        artifact: Artifact, rank: int, device: object, done: object, verify: str
+    ) -> SimpleNamespace:
+        asked.append(verify)
+        raise Loads
+
+    monkeypatch.setattr("dsv2mk.runner.load.load_weights", load)
+    for command in commands(one.path):
+        for options in ([], ["--verify", "none"], ["--verify", "sample"], ["--verify", "full"]):
+            assert loads(dsv2mk, [*command, *options])
+    assert asked == ["sample", "none", "sample", "full"] * 3
+
+
+class Opened:
+    """Of a GpuDecoder, what it is made of."""
+
+    def __init__(self, weights: Any, kernel: Any, **given: Any) -> None:
+        self.weights = weights
+
+    @staticmethod
+    def refuse_memory(*_: object, trace: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_what_opening_takes_is_noted_by_purpose(
+    seed: int | None, one: Artifact, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands still but for a cubin's search, its load, and the weights."""
+    clock = [100.0]
+
+    def takes(seconds: float, value: Any) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            clock[0] += seconds
+            return value
+
+        return call
+
+    hashed = 0.25 if seed is None else 0.0
+    weights = SimpleNamespace(seconds_hashed=hashed)
+    kernel = SimpleNamespace(most_per_multiprocessor=lambda: 1)
+    found = make_sidecar(one.manifest.geometry), b""
+    monkeypatch.setattr("dsv2mk.runner.cubins.find_cubin", takes(2.0, found))
+    monkeypatch.setattr("dsv2mk.runner.device.refuse_misfit", takes(64.0, None))  # counts for none
+    monkeypatch.setattr("dsv2mk.runner.device.Kernel", takes(4.0, kernel))
+    for name in ("load_weights", "dummy_weights"):
+        monkeypatch.setattr(f"dsv2mk.runner.load.{name}", takes(8.0, weights))
+    monkeypatch.setattr("dsv2mk.runner.decoder.GpuDecoder", Opened)
+    monkeypatch.setattr(
+        "dsv2mk.runner.session.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
+    options = gpu_options_of()
+    assert open_gpu(one, options, tokens=3, seed=seed).weights is weights
+    assert options.start_up == {"cubin_load": 6.0, "verify": hashed, "copy": 8.0 - hashed}

@@ -1,4 +1,4 @@
-"""Damaged artifacts: what `verify` finds, whole or by sample, and which commands refuse them."""
+"""Damaged artifacts: what `verify` and loading find, by sample or in full; what refuses them."""
 
 import json
 import math
@@ -9,15 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 from helpers import Call, flip_byte, make_artifact
+from safetensors.torch import load_file
+from test_load import on_the_host
 
+from dsv2mk.artifacts import artifact as artifact_module
 from dsv2mk.artifacts import hashing
 from dsv2mk.artifacts.artifact import Artifact
 from dsv2mk.artifacts.container import read_header
 from dsv2mk.manifests import manifest as manifest_module
 from dsv2mk.manifests.errors import ArtifactError
+from dsv2mk.manifests.layout import PARTS
 from dsv2mk.pipeline import work as work_module
+from dsv2mk.runner import load
+from dsv2mk.runner.load import SLACK, Weights, load_weights, weight_bytes
 
 
 def files_of(folder: Path) -> list[str]:
@@ -272,3 +279,124 @@ def test_a_sample_of_one_chunk_reads_it(artifact: Path, dsv2mk: Call) -> None:
     path = artifact / "rank-01.ffn.safetensors"
     flip_byte(path)
     assert list(found_by_verify(dsv2mk, artifact, "--sample", "50")) == [path.name]
+
+
+# ---- as weights are loaded ----
+
+
+@pytest.fixture
+def host(chunked: Artifact, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    """`chunked`, to be loaded into the host's memory; buffers are smaller, and fit no chunk."""
+    monkeypatch.setattr(load, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(load, "STAGE_BYTES", 5000)
+    on_the_host(monkeypatch)
+    return chunked
+
+
+def load_from(artifact: Artifact, rank: int, verify: str, threads: int = 3) -> Weights:
+    told: list[int] = []
+    weights = load_weights(artifact, rank, torch.device("cpu"), told.append, verify, threads)
+    assert sum(told) == weight_bytes(artifact.layouts[rank]) - 3 * SLACK
+    return weights
+
+
+@pytest.mark.parametrize("verify", ["none", "sample", "full"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_are_the_file_s_bytes(rank: int, verify: str, host: Artifact) -> None:
+    """As the safetensors library reads them."""
+    weights = load_from(host, rank, verify)
+    found = 0
+    for part in PARTS:
+        path = host.path / host.layouts[rank].file_name(part)
+        for name, tensor in load_file(path).items():
+            assert torch.equal(weights.view(name), tensor.contiguous().view(-1).view(torch.uint8))
+            found += 1
+    assert found == len(host.layouts[rank].tensors)
+    assert (weights.seconds_hashed > 0) == (verify != "none")
+
+
+def places_of(path: Path) -> list[int]:
+    """In the header, the first byte of data, where chunks meet, the last."""
+    size = path.stat().st_size
+    return [9, 4096, CHUNK - 1, CHUNK, 2 * CHUNK, size - 1]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_damage_is_found_as_weights_are_loaded(part: str, host: Artifact) -> None:
+    """By file and chunk, also in a header; of another rank's files nothing is read."""
+    name = host.layouts[1].file_name(part)
+    path = host.path / name
+    if part == "replicated":  # one file with two names
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
+    for place in places_of(path):
+        flip_byte(path, place)
+        with pytest.raises(ArtifactError) as refused:
+            load_from(host, 1, "full")
+        index = place // CHUNK
+        assert refused.value.what == f"{path}: chunk {index} (from byte {index * CHUNK})"
+        assert refused.value.expected == host.manifest.files[name].chunks[index]
+        load_from(host, 1, "none")
+        load_from(host, 0, "full")
+        flip_byte(path, place)
+    load_from(host, 1, "full")
+
+
+def test_a_sample_of_all_finds_any_damage(host: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact_module, "SAMPLE", 99.99)  # of few chunks: all
+    path = host.path / "rank-00.ffn.safetensors"
+    for place in places_of(path):
+        flip_byte(path, place)
+        with pytest.raises(ArtifactError, match=f"chunk {place // CHUNK} "):
+            load_from(host, 0, "sample")
+        flip_byte(path, place)
+
+
+def test_a_sample_is_a_twentieth_of_each_file_s_chunks_each_time_others(
+    host: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = xxhash.xxh3_128
+
+    class Counts:
+        def __init__(self) -> None:
+            self.state = new()
+            hashed.append(0)
+
+        def update(self, data: memoryview) -> None:
+            hashed[-1] += len(data)
+            self.state.update(data)
+
+        def hexdigest(self) -> str:
+            return str(self.state.hexdigest())
+
+    monkeypatch.setattr(xxhash, "xxh3_128", Counts)
+    chosen = set()
+    for verify, share in (("none", 0.0), ("sample", 0.05), ("full", 1.0)):
+        for _ in range(8):
+            hashed: list[int] = []
+            load_from(host, 0, verify, threads=1)
+            wanted = 0
+            for part in PARTS:
+                name = host.layouts[0].file_name(part)
+                count = len(host.manifest.files[name].chunks)
+                wanted += min(count, max(math.ceil(count * share), share > 0))
+            assert len(hashed) == wanted
+            chosen.add((verify, *host.to_prove("rank-00.ffn.safetensors", "sample")))
+    assert len([one for one in chosen if one[0] == "sample"]) > 1
+    sizes = [host.manifest.files[host.layouts[0].file_name(part)].size for part in PARTS]
+    assert sum(hashed) == sum(sizes)  # headers too
+
+
+def test_a_damaged_sample_of_one_chunk_is_refused(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files smaller than a chunk: any sample is all of them."""
+    monkeypatch.setattr(load, "STAGE_BYTES", 1 << 16)
+    on_the_host(monkeypatch)
+    for index, name in enumerate(("replicated", "partitioned", "ffn")):
+        folder = shutil.copytree(built, tmp_path / str(index))
+        flip_byte(folder / f"rank-01.{name}.safetensors")
+        artifact = Artifact.open(folder)
+        with pytest.raises(ArtifactError, match=rf"rank-01\.{name}\.safetensors: chunk 0 "):
+            load_from(artifact, 1, "sample")

@@ -1,0 +1,265 @@
+"""Take out of a store what nobody names any more, and check what is in it.
+
+A collection and a publish know nothing of each other, and there are no locks. A publish writes its
+lease, then looks for objects; a collection moves an object into trash/, then reads bundles and
+leases again, and deletes the object only if still nobody names it. Whichever comes second sees
+the other: the publish finds the object gone, and takes it out of trash/ or copies it again, or
+the collection finds the lease, and moves the object back. A collection that is cut short leaves
+objects in trash/, where readers find them too; the next one decides about them.
+"""
+
+import math
+import os
+import random
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from dsv2mk.artifacts.publish import LEASE_SECONDS, restore
+from dsv2mk.artifacts.store import DIGEST, Store, read_regular
+from dsv2mk.artifacts.transfer import Done, check_files, place
+from dsv2mk.manifests.bundle import Bundle
+from dsv2mk.manifests.canonical import parse_object
+from dsv2mk.manifests.errors import ArtifactError
+from dsv2mk.manifests.manifest import FileEntry
+
+_TEMPORARY = re.compile(r"\..+\.(part|tmp)")
+_LEASE = re.compile(r"[0-9a-f]{32}\.json")
+_LEFT = re.compile(f"{_TEMPORARY.pattern}|{_LEASE.pattern}")
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """What a collection removed, or would remove."""
+
+    objects: list[str] = field(default_factory=list)  # digests
+    others: list[Path] = field(default_factory=list)  # parts, temporaries, leases
+    nbytes: int = 0
+    restored: list[str] = field(default_factory=list)  # that were in trash/ and are named
+
+
+def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
+    """Remove objects older than `grace` seconds that no bundle and no live lease names.
+
+    Raises ArtifactError, before anything is removed, for a bundle, manifest or lease that is
+    damaged: nobody can know what it names.
+    """
+    for digest in [] if dry_run else store.bundle_digests(trash=True):
+        if store.trash_place(f"{digest}.json").exists():
+            _decide(store, digest)  # its removal was cut short
+    now = _now(store, dry_run)
+    old = now - grace
+    named = _named(store, now)
+    result = Collected()
+    for path, info in _stale(store, min(old, now - LEASE_SECONDS)):
+        result.others.append(path)
+        result.nbytes += info.st_blocks * 512
+        if not dry_run:
+            path.unlink(missing_ok=True)
+    if dry_run:
+        for path, info in [*_objects(store), *_trash(store)]:
+            if path.name not in named and info.st_mtime <= old:
+                result.objects.append(path.name)
+                result.nbytes += info.st_size
+        return result
+    (store.path / "trash").mkdir(exist_ok=True)
+    for path, info in _objects(store):
+        if path.name not in named and info.st_mtime <= old:
+            with suppress(FileNotFoundError):
+                os.rename(path, store.trash_place(path.name))
+    trash = list(_trash(store))
+    named = _named(store, _now(store, dry_run))
+    for path, info in trash:
+        if path.name in named or info.st_mtime > old:
+            if restore(store, path.name):
+                result.restored.append(path.name)
+                if _same(path, info):
+                    path.unlink(missing_ok=True)  # it was there twice
+        elif _same(path, info):
+            path.unlink(missing_ok=True)
+            result.objects.append(path.name)
+            result.nbytes += info.st_size
+    return result
+
+
+def remove(store: Store, name: str) -> tuple[list[str], str | None]:
+    """Remove a tag, with its bundle if that has no other; or a bundle with all its tags.
+
+    The tags and the bundle that were removed. Objects stay until a collection. UserError.
+    """
+    if name in store.tag_names():
+        found, gone = store.tags().get(name), [name]
+    else:
+        found = store.resolve(name)
+        gone = [tag for tag, digest in store.tags().items() if digest == found]
+    for tag in gone:
+        (store.path / "tags" / tag).unlink(missing_ok=True)
+    if not isinstance(found, str) or found in store.tags().values():
+        return gone, None  # a damaged tag names nothing
+    (store.path / "trash").mkdir(exist_ok=True)
+    path = store.bundle_place(found)
+    try:
+        os.rename(path, store.trash_place(path.name))
+    except FileNotFoundError:
+        return gone, None
+    return gone, found if _decide(store, found) else None
+
+
+def _decide(store: Store, digest: str) -> bool:
+    """Delete a bundle that is in the trash; or put it back, if it was tagged meanwhile.
+
+    Whoever sets a tag looks afterwards whether the bundle is where it belongs. So either the tag
+    is seen here, or it is seen there that the bundle is not in its place.
+    """
+    path = store.bundle_place(digest)
+    with suppress(FileNotFoundError):
+        if digest in store.tags().values():
+            place(store.trash_place(path.name), path)
+            return False
+        store.trash_place(path.name).unlink()
+    if not path.exists():
+        for signature in store.signature_places(digest):
+            signature.unlink(missing_ok=True)
+    return True
+
+
+def check_store(
+    store: Store,
+    only: Bundle | None = None,
+    sample: float = 100.0,
+    done: Done = lambda count: None,
+) -> tuple[int, dict[str, str]]:
+    """Hash the objects of all bundles, or of one; how many, and what is wrong, by path.
+
+    With `sample` below 100 only that percentage of each object's chunks is read, at least one.
+    """
+    problems: dict[str, str] = {}
+    users: dict[str, list[str]] = {}
+    entries: dict[str, FileEntry] = {}
+    bundles = [only.digest] if only is not None else store.bundle_digests()
+    for digest in bundles:
+        try:
+            files = store.files(store.bundle(digest))
+        except ArtifactError as error:
+            if store.has_bundle(digest):
+                problems[str(store.bundle_place(digest))] = str(error)
+            continue
+        for name, entry in files.items():
+            entries[entry.digest] = entry
+            users.setdefault(entry.digest, []).append(f"{name} of bundle {digest}")
+    if only is None:
+        for tag, found in store.tags().items():
+            if isinstance(found, ArtifactError):
+                problems[str(store.path / "tags" / tag)] = str(found)
+            elif not store.has_bundle(found):
+                problems[str(store.path / "tags" / tag)] = f"names bundle {found}, which is missing"
+    for digest in entries:
+        if not store.object_place(digest).exists():
+            with suppress(OSError):  # a store that is only read: it is used where it is
+                restore(store, digest)
+
+    def chosen(entry: FileEntry) -> list[int] | None:
+        count = len(entry.chunks)
+        few = min(count, max(1, math.ceil(count * sample / 100)))
+        return None if sample >= 100 else random.sample(range(count), few)
+
+    openers = {d: (partial(store.open_object, d), entry) for d, entry in entries.items()}
+    for digest, problem in sorted(check_files(openers, done, chosen).items()):
+        problems[str(store.object_place(digest))] = f"{problem}; it is {', '.join(users[digest])}"
+    return len(entries), problems
+
+
+# ---- what is there, and who names it ----
+
+
+def _named(store: Store, now: float) -> set[str]:
+    """Every object that a bundle or a live lease names. Raises ArtifactError."""
+    named: set[str] = set()
+    leases = store.path / "leases"  # first: a publish ends with its bundle there and no lease
+    for path, info in _files(leases, _LEASE):
+        if info.st_mtime <= now - LEASE_SECONDS:
+            continue
+        try:
+            objects = parse_object(read_regular(path))["objects"]
+            if not all(DIGEST.fullmatch(digest) for digest in objects):
+                raise ValueError("an object's name")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(
+                f"lease {path} is damaged: {error}", fix="Remove it if nobody publishes now"
+            ) from None
+        named |= set(objects)
+    for digest in store.bundle_digests(trash=True):
+        try:
+            named |= {entry.digest for entry in store.files(store.bundle(digest)).values()}
+        except ArtifactError:
+            if store.has_bundle(digest):
+                raise
+    return named
+
+
+def _objects(store: Store) -> Iterator[tuple[Path, os.stat_result]]:
+    for folder in _folders(store.path / "objects"):
+        yield from _files(folder, DIGEST)
+
+
+def _trash(store: Store) -> Iterator[tuple[Path, os.stat_result]]:
+    yield from _files(store.path / "trash", DIGEST)
+
+
+def _stale(store: Store, old: float) -> Iterator[tuple[Path, os.stat_result]]:
+    """Parts, temporaries and leases of publishers that have died.
+
+    A publisher that lives touches them; they stay as long as its lease, however short the grace.
+    """
+    folders = [store.path, *(store.path / name for name in ("bundles", "tags", "leases", "trash"))]
+    for folder in [*folders, *_folders(store.path / "objects")]:
+        form = _LEFT if folder.name == "leases" else _TEMPORARY
+        for path, info in _files(folder, form):
+            if info.st_mtime <= old:
+                yield path, info
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _files(folder: Path, form: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if form.fullmatch(path.name):
+            with suppress(FileNotFoundError):
+                info = path.lstat()
+                if stat.S_ISREG(info.st_mode):
+                    yield path, info
+
+
+def _same(path: Path, before: os.stat_result) -> bool:
+    """Whether nobody has touched, renamed or replaced a file since."""
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        return False
+    return (info.st_ino, info.st_mtime_ns, info.st_ctime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+    )
+
+
+def _now(store: Store, dry_run: bool) -> float:
+    """The time by the clock that stamps the store's files, which need not be ours."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=store.path, prefix=".now.", suffix=".tmp") as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        if not dry_run:
+            raise
+        return time.time()

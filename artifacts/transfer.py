@@ -1,0 +1,396 @@
+"""Copy files chunk by chunk: every chunk is checked, and an interrupted copy is taken up again.
+
+A file is written under a private name, its `part`, and gets its final name when it is whole and on
+disk. Chunks that the part holds already are kept if their hashes are right. Where the file system
+shares extents (FICLONE) nothing is copied, only read back and hashed.
+
+Several processes may write one `shared` part: then nothing but bytes that have been checked is
+written to it, so that all of them write the same. That is why such a part is filled from memory: a
+copy within the kernel can be checked only afterwards, when another process may have given the
+part its final name already. Other parts are filled by copy_file_range where that works.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from dsv2mk.artifacts.console import size_text
+from dsv2mk.artifacts.files import write_file
+from dsv2mk.artifacts.hashing import chunk_range, hash_range
+from dsv2mk.artifacts.store import bad_chunk
+from dsv2mk.manifests.errors import SpaceError, UserError
+from dsv2mk.manifests.manifest import CHUNK_BYTES, FileEntry
+
+THREADS = max(2, min(8, os.cpu_count() or 2))
+
+#: Bytes read and hashed at a time: small enough to be hashed out of the cache.
+_PIECE = 1 << 20
+_FICLONE = 0x40049409
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+Done = Callable[[int], object]
+
+
+@dataclass(kw_only=True)
+class Copy:
+    """A file to be copied."""
+
+    entry: FileEntry
+    source: Callable[[], int]  # opens it for reading
+    part: Path
+    shared: bool  # others may write to the part
+    refuse: Callable[[str], UserError]  # the error for a source with this problem
+    finish: Callable[[Path, int], object]  # the part is whole and on disk: its path, a descriptor
+
+
+@dataclass(kw_only=True)
+class Copied:
+    """Bytes of a transfer."""
+
+    written: int = 0
+    kept: int = 0  # were there: parts of an earlier try, or extents that are shared
+
+
+def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
+    """Copy files into parts below `where`; `done` is told the bytes of each finished chunk.
+
+    Raises SpaceError if the disk is or would be full, and what `refuse` gives for a source that
+    cannot be read or is not what its entry says. What is done is kept in the parts.
+    """
+    total, lock, stop = Copied(), threading.Lock(), threading.Event()
+    opened: list[_File] = []
+    chunks = _chunks(copies, opened)
+    longest = min(CHUNK_BYTES, max((copy.entry.size for copy in copies), default=0))
+
+    def work() -> None:
+        buffer = memoryview(mmap.mmap(-1, max(1, longest)))  # takes no memory until it is used
+        while not stop.is_set():
+            with lock:
+                file, index = next(chunks, (None, 0))
+            if file is None:
+                return
+            kept = file.copy_chunk(index, buffer)
+            length = chunk_range(index, file.copy.entry.size)[1]
+            with lock:
+                total.kept += length if kept else 0
+                total.written += 0 if kept else length
+                done(length)
+                file.left -= 1
+                whole = file.left == 0
+            if whole:
+                file.complete()
+
+    with space_errors(where, lambda: sum(map(_missing, copies))):
+        missing = sum(_missing(copy) for copy in copies if not _clone(copy))
+        if missing > free_bytes(where):
+            raise no_space(where, missing)
+        try:
+            in_threads(work, sum(len(copy.entry.chunks) for copy in copies), stop)
+        finally:
+            for file in opened:
+                file.close()
+    return total
+
+
+def check_files(
+    files: Mapping[str, tuple[Callable[[], int], FileEntry]],
+    done: Done = lambda count: None,
+    indices: Callable[[FileEntry], Iterable[int] | None] = lambda entry: None,
+) -> dict[str, str]:
+    """Hash files, each opened by its function; what is wrong with those that are not right."""
+    problems: dict[str, str] = {}
+    lock, stop, queue = threading.Lock(), threading.Event(), iter(sorted(files.items()))
+
+    def counted(count: int) -> None:
+        with lock:
+            done(count)
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                key, (opener, entry) = next(queue, ("", (None, None)))
+            if opener is None or entry is None:
+                return
+            try:
+                with open(opener(), "rb") as file:
+                    problem = bad_chunk(file.fileno(), entry, counted, indices(entry))
+            except FileNotFoundError:
+                problem = "is missing"
+            except OSError as error:
+                problem = f"cannot be read: {error.strerror}"
+            if problem is not None:
+                with lock:
+                    problems[key] = problem
+
+    in_threads(work, len(files), stop)
+    return problems
+
+
+def in_threads(work: Callable[[], None], count: int, stop: threading.Event) -> None:
+    """Run a function in several threads, for `count` things to do.
+
+    The first error, or Ctrl-C, sets `stop` and is raised when all threads have ended.
+    """
+    threads = max(1, min(THREADS, count))
+    pool = ThreadPoolExecutor(threads)
+    try:
+        futures = [pool.submit(work) for _ in range(threads)]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+    finally:
+        stop.set()
+        while True:
+            try:
+                pool.shutdown()
+                break
+            except KeyboardInterrupt:
+                continue  # files must not be closed under the threads
+
+
+# ---- one file ----
+
+
+@dataclass(kw_only=True)
+class _File:
+    """A file that is being copied."""
+
+    copy: Copy
+    source: int
+    target: int
+    there: int  # bytes that the part held at the start
+    left: int  # chunks to do
+    by_kernel: bool = True  # copy_file_range works
+
+    def copy_chunk(self, index: int, buffer: memoryview) -> bool:
+        """Put a chunk into the part; whether it was there already."""
+        expected = self.copy.entry.chunks[index]
+        start, length = chunk_range(index, self.copy.entry.size)
+        if start + length <= self.there and self._holds(start, length, expected):
+            return True
+        if not self.copy.shared and self._copy_by_kernel(start, length):
+            with suppress(EOFError):
+                if self._holds(start, length, expected):
+                    return False
+        view = buffer[:length]
+        found = self._read(view, start)
+        if found != expected:
+            raise self.copy.refuse(
+                f"chunk {index} (from byte {start}): expected {expected}, found {found}"
+            )
+        while view:
+            count = os.pwrite(self.target, view, start)
+            view, start = view[count:], start + count
+        return False
+
+    def _holds(self, start: int, length: int, expected: str) -> bool:
+        return hash_range(self.target, start, length) == expected
+
+    def _read(self, view: memoryview, start: int) -> str:
+        """Read a chunk of the source and hash it while it is in the cache."""
+        state, position = xxhash.xxh3_128(), 0
+        while position < len(view):
+            piece = view[position : position + _PIECE]
+            try:
+                count = os.preadv(self.source, [piece], start + position)
+            except OSError as error:
+                raise self.copy.refuse(f"cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise self.copy.refuse(f"the file ends at byte {start + position}")
+            state.update(piece[:count])
+            position += count
+        return state.hexdigest()
+
+    def _copy_by_kernel(self, start: int, length: int) -> bool:
+        end = start + length
+        while self.by_kernel and start < end:
+            try:
+                count = os.copy_file_range(self.source, self.target, end - start, start, start)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise
+                count = 0
+            if count == 0:
+                self.by_kernel = False
+            start += count
+        return start == end
+
+    def complete(self) -> None:
+        """All chunks are right: wait until they are on disk, and hand the part over."""
+        os.fsync(self.target)
+        self.copy.finish(self.copy.part, self.target)
+        self.close()
+
+    def close(self) -> None:
+        """Close both files; once."""
+        for fd in (self.source, self.target):
+            if fd >= 0:
+                os.close(fd)
+        self.source = self.target = -1
+
+
+def _chunks(copies: list[Copy], opened: list[_File]) -> Iterator[tuple[_File, int]]:
+    """Every chunk of every file; files are opened when it is their turn."""
+    for copy in copies:
+        file = _open(copy)
+        opened.append(file)
+        if not copy.entry.chunks:
+            file.complete()
+        for index in range(len(copy.entry.chunks)):
+            yield file, index
+
+
+def _open(copy: Copy) -> _File:
+    source = _open_source(copy)
+    try:
+        target = _open_part(copy)
+        there = os.fstat(target).st_size
+        if there > copy.entry.size:
+            os.ftruncate(target, copy.entry.size)
+        os.utime(target)  # a collection takes it for one in use
+    except BaseException:
+        os.close(source)
+        raise
+    return _File(copy=copy, source=source, target=target, there=there, left=len(copy.entry.chunks))
+
+
+def _open_source(copy: Copy) -> int:
+    try:
+        source = copy.source()
+    except OSError as error:
+        raise copy.refuse(f"cannot be read: {error.strerror}") from None
+    size = os.fstat(source).st_size
+    if size != copy.entry.size:
+        os.close(source)
+        raise copy.refuse(f"expected {copy.entry.size} bytes, found {size}")
+    return source
+
+
+def _open_part(copy: Copy) -> int:
+    """Open or make the part; one that is not ours to write is left to its owner."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    for _ in range(2):
+        with suppress(PermissionError):
+            target = os.open(copy.part, flags, 0o666)
+            info = os.fstat(target)
+            if stat.S_ISREG(info.st_mode) and (copy.shared or info.st_nlink == 1):
+                return target
+            os.close(target)  # another name of a file that is in use somewhere
+        if copy.shared:
+            copy.part = temporary(copy.part)
+        else:
+            copy.part.unlink()
+    return os.open(copy.part, flags | os.O_EXCL, 0o666)
+
+
+def _clone(copy: Copy) -> bool:
+    """Share the source's extents, if there is no part yet and the file system can do that.
+
+    Nothing of it is checked yet, so others must not take it for a part.
+    """
+    if copy.entry.size == 0 or copy.part.exists():
+        return False
+    clone = temporary(copy.part) if copy.shared else copy.part
+    source = _open_source(copy)
+    try:
+        target = os.open(clone, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            fcntl.ioctl(target, _FICLONE, source)
+        except OSError:
+            clone.unlink()
+            return False
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+    copy.part = clone
+    return True
+
+
+def _missing(copy: Copy) -> int:
+    """Bytes of disk that a file takes beyond what its part has."""
+    try:
+        return max(0, copy.entry.size - copy.part.stat().st_blocks * 512)
+    except OSError:
+        return copy.entry.size
+
+
+# ---- names that are given in one step, and space ----
+
+
+def temporary(path: Path) -> Path:
+    """A name beside a file that nobody else has."""
+    return path.parent / f".{path.name.lstrip('.')}.{secrets.token_hex(8)}.tmp"
+
+
+def place(new: Path, path: Path, *, replace: bool = False) -> bool:
+    """Give a whole file its final name, unless another has it and is not to be replaced.
+
+    Whether it has got the name; `new` is gone in any case.
+    """
+    if not replace:
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            new.unlink(missing_ok=True)
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if path.exists():
+                new.unlink(missing_ok=True)
+                return False
+        else:
+            new.unlink(missing_ok=True)
+            return True
+    os.replace(new, path)
+    return True
+
+
+def write_whole(path: Path, data: bytes, *, replace: bool = False) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    new = temporary(path)
+    try:
+        write_file(new, data)
+        place(new, path, replace=replace)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that a user may still write to a folder's file system."""
+    info = os.statvfs(folder)
+    return info.f_bavail * info.f_frsize
+
+
+def no_space(where: Path, needed: int) -> SpaceError:
+    """The error for a file system on which there is no room for this many bytes."""
+    return SpaceError(
+        f"no space in {where}",
+        expected=f"{size_text(needed)} free",
+        found=f"{size_text(free_bytes(where))} free",
+        fix="What is done is kept: free some space and run the same command again",
+    )
+
+
+@contextmanager
+def space_errors(where: Path, needed: Callable[[], int]) -> Iterator[None]:
+    """Turn the system's error for a full file system into a SpaceError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise no_space(where, needed()) from None
