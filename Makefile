@@ -5,7 +5,7 @@ TP ?= 8
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test check format artifacts cubin publish bench-build bench-load clean
+.PHONY: help setup demo test check format artifacts cubin publish bench bench-build bench-load bench-store clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,11 +39,17 @@ cubin: $(READY) ## Compile the kernel, no GPU needed: make cubin ARTIFACT=... AR
 publish: $(READY) ## Put an artifact into a store: make publish DIR=... STORE=... TAG=...
 	$(BIN)/dsv2mk publish "$(or $(DIR),$(error DIR is not set: make publish DIR=... STORE=... TAG=...))" "$(or $(STORE),$(error STORE is not set: make publish DIR=... STORE=... TAG=...))" --tag "$(or $(TAG),$(error TAG is not set: make publish DIR=... STORE=... TAG=...))"
 
+bench: $(READY) ## On a GPU, measure milliseconds a token: make bench BUNDLE=STORE::NAME
+	$(BIN)/python -m dsv2mk.runner bench "$(or $(BUNDLE),$(error BUNDLE is not set: make bench BUNDLE=STORE::NAME))"
+
 bench-build: $(READY) ## Measure the build against the plain way and a plain copy
 	$(BIN)/python tests/bench_build.py
 
 bench-load: $(READY) ## Measure loading onto a GPU: make bench-load ARTIFACT=...
 	$(BIN)/python tests/bench_load.py "$(or $(ARTIFACT),$(error ARTIFACT is not set: make bench-load ARTIFACT=...))"
+
+bench-store: $(READY) ## Measure publish and pull against plain copies
+	$(BIN)/python tests/bench_store.py
 
 clean: ## Remove what make made: .venv, build/ with all that is in it, caches
 	rm -rf .venv .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,12 +6,17 @@ leases again, and deletes the object only if still nobody names it. Whichever co
 the other: the publish finds the object gone, and takes it out of trash/ or copies it again, or
 the collection finds the lease, and moves the object back. A collection that is cut short leaves
 objects in trash/, where readers find them too; the next one decides about them.
+
+Several collections share the names in trash/, so that one may meet there what another has moved
+since. Hence before an object is deleted it gets a name that only this collection knows, and bundles
+and leases are read once more: from then on no publish can begin to rely on it.
 """
 
 import math
 import os
 import random
 import re
+import secrets
 import stat
 import tempfile
 import time
@@ -22,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from dsv2mk.artifacts.publish import LEASE_SECONDS, restore
-from dsv2mk.artifacts.store import DIGEST, Store, read_regular
+from dsv2mk.artifacts.store import DIGEST, DYING, Store, read_regular
 from dsv2mk.artifacts.transfer import Done, check_files, place
 from dsv2mk.manifests.bundle import Bundle
 from dsv2mk.manifests.canonical import parse_object
@@ -69,6 +74,10 @@ def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
                 result.nbytes += info.st_size
         return result
     (store.path / "trash").mkdir(exist_ok=True)
+    for path in (store.path / "trash").glob(f".*.{DYING}"):  # of a collection that was cut short
+        digest = path.name.split(".")[1]
+        if DIGEST.fullmatch(digest) and path.stat().st_ctime <= now - LEASE_SECONDS:
+            restore(store, digest)
     for path, info in _objects(store):
         if path.name not in named and info.st_mtime <= old:
             with suppress(FileNotFoundError):
@@ -76,16 +85,33 @@ def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
     trash = list(_trash(store))
     named = _named(store, _now(store, dry_run))
     for path, info in trash:
-        if path.name in named or info.st_mtime > old:
-            if restore(store, path.name):
-                result.restored.append(path.name)
-                if _same(path, info):
-                    path.unlink(missing_ok=True)  # it was there twice
-        elif _same(path, info):
-            path.unlink(missing_ok=True)
-            result.objects.append(path.name)
-            result.nbytes += info.st_size
+        if (path.name in named or info.st_mtime > old) and restore(store, path.name):
+            result.restored.append(path.name)
+            if _same(path, info):
+                path.unlink(missing_ok=True)  # it was there twice
+    left = [(path, info) for path, info in trash if path.name not in named and _same(path, info)]
+    _delete([(path, info) for path, info in left if info.st_mtime <= old], store, result)
     return result
+
+
+def _delete(doomed: list[tuple[Path, os.stat_result]], store: Store, result: Collected) -> None:
+    """Delete objects of the trash, if still nobody names them once no other process sees them."""
+    claimed = []
+    for path, info in doomed:
+        own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.{DYING}")
+        with suppress(FileNotFoundError):
+            os.rename(path, own)
+            claimed.append((path.name, own, info))
+    named = _named(store, _now(store, False)) if claimed else set()
+    for digest, own, info in claimed:
+        with suppress(FileNotFoundError):  # a publish has taken it back
+            if digest in named:
+                place(own, store.object_place(digest))
+                result.restored.append(digest)
+            else:
+                own.unlink()
+                result.objects.append(digest)
+                result.nbytes += info.st_size
 
 
 def remove(store: Store, name: str) -> tuple[list[str], str | None]:

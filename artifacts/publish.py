@@ -140,7 +140,11 @@ def set_tag(store: Store, name: str, digest: str) -> None:
 def retag(store: Store, digest: str, name: str) -> None:
     """Let a tag name a bundle that is there. Raises ArtifactError if it is damaged."""
     bundle = store.bundle(digest)
-    with _lease(store, store.files(bundle)):
+    files = store.files(bundle)
+    with _lease(store, files):
+        for object_digest, (file, entry) in unique(files).items():
+            if not restore(store, object_digest):
+                raise store.damage(bundle, file, entry, "is missing")
         for _ in range(_ATTEMPTS):
             set_tag(store, name, digest)
             if store.bundle_place(digest).exists():
@@ -175,11 +179,12 @@ def put_bundle(store: Store, encoded: bytes, sign: Path | None = None) -> str:
 
 def restore(store: Store, digest: str) -> bool:
     """Put back an object that a collection has set aside; whether it is where it belongs."""
-    path, trash = store.object_place(digest), store.trash_place(digest)
+    path = store.object_place(digest)
     if not path.exists():
-        with suppress(FileNotFoundError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            place(trash, path)
+        for trashed in store.trashed(digest):
+            with suppress(FileNotFoundError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                place(trashed, path)
     return path.exists()
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ STORE_FILE = canonical_json({"schema": STORE_SCHEMA})
 
 #: An object's name.
 DIGEST = re.compile(r"[0-9a-f]{32}")
+#: Ending of an object's name in trash/ when it is about to be deleted.
+DYING = "dying"
 #: What may stand for a bundle's name: its first digits, all of them at most.
 PREFIX = re.compile(r"[0-9a-f]{8,64}")
 #: Longer than any tag and any bundle.
@@ -72,16 +75,23 @@ class Store:
         """Where an object, or a bundle's file, is while it is decided whether anybody needs it."""
         return self.path / "trash" / name
 
+    def trashed(self, digest: str) -> list[Path]:
+        """Where an object may be in the trash."""
+        place = self.trash_place(digest)
+        return [place, *place.parent.glob(f".{digest}.*.{DYING}")]
+
     def object_path(self, digest: str) -> Path:
         """Where an object is; where it belongs, if there is none."""
-        for path in (self.object_place(digest), self.trash_place(digest)):
-            if path.exists():
-                return path
-        return self.object_place(digest)
+        place = self.object_place(digest)
+        if not place.exists():
+            for path in self.trashed(digest):
+                if path.exists():
+                    return path
+        return place
 
     def open_object(self, digest: str) -> int:
         """A descriptor of an object. Raises OSError; it cannot be moved away meanwhile."""
-        return _open_first(self.object_place(digest), self.trash_place(digest))
+        return _open_first(self.object_place(digest), lambda: self.trashed(digest))
 
     def damage(self, bundle: Bundle, name: str, entry: FileEntry, problem: str) -> ArtifactError:
         """The error for an object that cannot be used."""
@@ -121,7 +131,7 @@ class Store:
         path = self.bundle_place(digest)
         fix = "Publish it again, or remove it: dsv2mk rm STORE DIGEST"
         try:
-            with open(_open_first(path, self.trash_place(path.name)), "rb") as file:
+            with open(_open_first(path, lambda: [self.trash_place(path.name)]), "rb") as file:
                 encoded = file.read(_LIMIT)
         except OSError as error:
             raise ArtifactError(f"bundle {path}: {error.strerror}", fix=fix) from None
@@ -167,7 +177,7 @@ class Store:
     def tag(self, name: str) -> str:
         """The bundle that a tag names. Raises ArtifactError for a damaged one, OSError."""
         path = self.path / "tags" / name
-        text = read_regular(path, 1000)
+        text = read_regular(path, 1000, os.O_NOFOLLOW)  # nothing proves what a tag says
         digest = text[:-1].decode("ascii", "replace")
         if text[-1:] != b"\n" or not SHA256.fullmatch(digest):
             raise ArtifactError(
@@ -290,28 +300,28 @@ def unique(files: Mapping[str, FileEntry]) -> dict[str, tuple[str, FileEntry]]:
     return found
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: Path, flags: int = 0) -> int:
     """Open a file for reading, without waiting if it is a pipe. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(0, "not a regular file", str(path))
     return fd
 
 
-def _open_first(place: Path, trash: Path) -> int:
+def _open_first(place: Path, trash: Callable[[], list[Path]]) -> int:
     """Open a file where it belongs, or else in the trash."""
-    for path in (place, trash):
-        try:
+    with suppress(FileNotFoundError):
+        return open_regular(place)
+    for path in trash():
+        with suppress(FileNotFoundError):
             return open_regular(path)
-        except FileNotFoundError:
-            pass
     return open_regular(place)  # it has just been put back
 
 
-def read_regular(path: Path, limit: int = _LIMIT) -> bytes:
+def read_regular(path: Path, limit: int = _LIMIT, flags: int = 0) -> bytes:
     """The first bytes of a file, all if there are no more than `limit`. Raises OSError."""
-    with open(open_regular(path), "rb") as file:
+    with open(open_regular(path, flags), "rb") as file:
         return file.read(limit)
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "tag": ("dsv2mk.artifacts.store_commands", "Give a bundle of a store another name."),
     "rm": ("dsv2mk.artifacts.store_commands", "Remove a tag or a bundle from a store."),
     "gc": ("dsv2mk.artifacts.store_commands", "Delete what no bundle of a store names."),
+    "keygen": ("dsv2mk.artifacts.signing", "Make a key pair to sign bundles with."),
     "cubin": ("dsv2mk.pipeline.cubin", "Compile the kernel; needs no GPU."),
     "generate": ("dsv2mk.runner.commands", "Decode greedily from an artifact."),
     "bench": ("dsv2mk.runner.commands", "Measure milliseconds a token on a GPU."),
