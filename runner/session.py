@@ -26,7 +26,7 @@ class GpuOptions:
     ctas: int
     timeout: float
     verify: str
-    collective: str
+    collective: str = "p2p"
     loopback: int | None = None
     trust: tuple[Path, ...] = ()
     #: What opening a decoder took, by `open_gpu`: seconds of verify, copy and cubin_load.
