@@ -4,7 +4,9 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from dsv2mk.artifacts.console import message
@@ -48,6 +50,18 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def temporary(path: Path) -> Path:
+    """A name beside a file that nobody else has."""
+    return path.parent / f".{path.name.lstrip('.')}.{secrets.token_hex(8)}.tmp"
+
+
+def start_writing(fd: int, start: int, length: int) -> None:
+    """Let the system begin to write a part of a file to disk, without waiting: a hint."""
+    with suppress(AttributeError):  # only Linux has it
+        write = 2  # SYNC_FILE_RANGE_WRITE
+        ctypes.CDLL(None).sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(length), write)
 
 
 def sync_folder(path: Path) -> None:

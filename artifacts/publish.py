@@ -19,7 +19,7 @@ import xxhash
 
 from dsv2mk.artifacts.artifact import read_manifest
 from dsv2mk.artifacts.console import message
-from dsv2mk.artifacts.files import sync_folder
+from dsv2mk.artifacts.files import sync_folder, temporary
 from dsv2mk.artifacts.hashing import digest_of
 from dsv2mk.artifacts.store import (
     PREFIX,
@@ -38,7 +38,6 @@ from dsv2mk.artifacts.transfer import (
     check_files,
     place,
     space_errors,
-    temporary,
     transfer,
     write_whole,
 )
@@ -133,7 +132,10 @@ def set_tag(store: Store, name: str, digest: str) -> None:
     check_tag(name)
     folder = store.path / "tags"
     folder.mkdir(exist_ok=True)
-    write_whole(folder / name, f"{digest}\n".encode(), replace=True)
+    try:
+        write_whole(folder / name, f"{digest}\n".encode(), replace=True)
+    except IsADirectoryError:
+        raise ArtifactError(f"tag {folder / name} is a folder", fix="Remove it") from None
     sync_folder(folder)
 
 

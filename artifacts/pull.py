@@ -111,6 +111,9 @@ def pull(
         _check_blake3(bundle, dest, there)
     added = [name for name in files if name not in there]
     if not added:
+        if _outer(dest).exists():  # of a pull that died when all was in place
+            with suppress(UsageError, OSError), _private(dest):
+                pass
         return Pulled(bundle=bundle, files=files, added=(), copied=Copied())
     dest.parent.mkdir(parents=True, exist_ok=True)
     with space_errors(dest.parent, lambda: 1 << 20), _private(dest) as folder:
@@ -177,10 +180,14 @@ def _check_blake3(bundle: Bundle, folder: Path, files: Mapping[str, FileEntry]) 
 # ---- the private folder ----
 
 
+def _outer(dest: Path) -> Path:
+    return dest.parent / f".{dest.name}.pull"
+
+
 @contextmanager
 def _private(dest: Path) -> Iterator[Path]:
     """The folder where files come in, held by one pull; it is removed when it was emptied."""
-    outer = dest.parent / f".{dest.name}.pull"
+    outer = _outer(dest)
     try:
         lock = lock_folder(outer)
     except UsageError:

@@ -4,17 +4,14 @@ A file is written under a private name, its `part`, and gets its final name when
 disk. Chunks that the part holds already are kept if their hashes are right. Where the file system
 shares extents (FICLONE) nothing is copied, only read back and hashed.
 
-Several processes may write one `shared` part: then nothing but bytes that have been checked is
-written to it, so that all of them write the same. That is why such a part is filled from memory: a
-copy within the kernel can be checked only afterwards, when another process may have given the
-part its final name already. Other parts are filled by copy_file_range where that works.
+Several processes may write one `shared` part: nothing but bytes that have been checked is written
+to it, so that all write the same. So it is filled from memory: a copy within the kernel (as other
+parts are filled) can be checked only when another may have given the part its name already.
 """
 
 import errno
 import fcntl
-import mmap
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,16 +23,18 @@ from pathlib import Path
 import xxhash
 
 from dsv2mk.artifacts.console import size_text
-from dsv2mk.artifacts.files import write_file
+from dsv2mk.artifacts.files import start_writing, temporary, write_file
 from dsv2mk.artifacts.hashing import chunk_range, hash_range
 from dsv2mk.artifacts.store import bad_chunk
 from dsv2mk.manifests.errors import SpaceError, UserError
-from dsv2mk.manifests.manifest import CHUNK_BYTES, FileEntry
+from dsv2mk.manifests.manifest import FileEntry
 
 THREADS = max(2, min(8, os.cpu_count() or 2))
 
 #: Bytes read and hashed at a time: small enough to be hashed out of the cache.
 _PIECE = 1 << 20
+#: Bytes written at a time: the page cache takes large writes slowly.
+_WRITE = 1 << 16
 _FICLONE = 0x40049409
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -72,10 +71,9 @@ def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
     total, lock, stop = Copied(), threading.Lock(), threading.Event()
     opened: list[_File] = []
     chunks = _chunks(copies, opened)
-    longest = min(CHUNK_BYTES, max((copy.entry.size for copy in copies), default=0))
 
     def work() -> None:
-        buffer = memoryview(mmap.mmap(-1, max(1, longest)))  # takes no memory until it is used
+        buffer = memoryview(bytearray(_PIECE))
         while not stop.is_set():
             with lock:
                 file, index = next(chunks, (None, 0))
@@ -141,7 +139,7 @@ def check_files(
 def in_threads(work: Callable[[], None], count: int, stop: threading.Event) -> None:
     """Run a function in several threads, for `count` things to do.
 
-    The first error, or Ctrl-C, sets `stop` and is raised when all threads have ended.
+    The first error, or Ctrl-C, sets `stop` and is raised at the end.
     """
     threads = max(1, min(THREADS, count))
     pool = ThreadPoolExecutor(threads)
@@ -177,54 +175,63 @@ class _File:
         """Put a chunk into the part; whether it was there already."""
         expected = self.copy.entry.chunks[index]
         start, length = chunk_range(index, self.copy.entry.size)
-        if start + length <= self.there and self._holds(start, length, expected):
+        if start + length <= self.there and hash_range(self.target, start, length) == expected:
             return True
-        if not self.copy.shared and self._copy_by_kernel(start, length):
-            with suppress(EOFError):
-                if self._holds(start, length, expected):
-                    return False
-        view = buffer[:length]
-        found = self._read(view, start)
-        if found != expected:
-            raise self.copy.refuse(
-                f"chunk {index} (from byte {start}): expected {expected}, found {found}"
-            )
-        while view:
-            count = os.pwrite(self.target, view, start)
-            view, start = view[count:], start + count
+        if self.copy.shared or not self._copy_by_kernel(buffer, start, length, expected):
+            self._copy_checked(buffer, index, expected)
+        start_writing(self.target, start, length)
         return False
 
-    def _holds(self, start: int, length: int, expected: str) -> bool:
-        return hash_range(self.target, start, length) == expected
+    def _copy_checked(self, buffer: memoryview, index: int, expected: str) -> None:
+        """Read a chunk twice: to check it, and to write its pieces (from the processor's cache)."""
+        start, length = chunk_range(index, self.copy.entry.size)
+        state, digests = xxhash.xxh3_128(), []
+        for position in range(start, start + length, _PIECE):
+            piece = self._read(buffer, position, start + length)
+            state.update(piece)
+            digests.append(xxhash.xxh3_128_digest(piece))
+        where = f"chunk {index} (from byte {start})"
+        if (found := state.hexdigest()) != expected:
+            raise self.copy.refuse(f"{where}: expected {expected}, found {found}")
+        for number, digest in enumerate(digests):
+            position = start + number * _PIECE
+            piece = self._read(buffer, position, start + length)
+            if xxhash.xxh3_128_digest(piece) != digest:
+                raise self.copy.refuse(f"{where}: it changes while it is read")
+            while piece:
+                count = os.pwrite(self.target, piece[:_WRITE], position)
+                piece, position = piece[count:], position + count
 
-    def _read(self, view: memoryview, start: int) -> str:
-        """Read a chunk of the source and hash it while it is in the cache."""
-        state, position = xxhash.xxh3_128(), 0
-        while position < len(view):
-            piece = view[position : position + _PIECE]
+    def _read(self, buffer: memoryview, position: int, end: int) -> memoryview:
+        """The next piece of the source."""
+        piece, count = buffer[: end - position], 0
+        while count < len(piece):
             try:
-                count = os.preadv(self.source, [piece], start + position)
+                more = os.preadv(self.source, [piece[count:]], position + count)
             except OSError as error:
                 raise self.copy.refuse(f"cannot be read: {error.strerror}") from None
-            if count == 0:
-                raise self.copy.refuse(f"the file ends at byte {start + position}")
-            state.update(piece[:count])
-            position += count
-        return state.hexdigest()
+            if more == 0:
+                raise self.copy.refuse(f"the file ends at byte {position + count}")
+            count += more
+        return piece
 
-    def _copy_by_kernel(self, start: int, length: int) -> bool:
-        end = start + length
-        while self.by_kernel and start < end:
+    def _copy_by_kernel(self, buffer: memoryview, start: int, length: int, expected: str) -> bool:
+        """Copy within the kernel; whether what has come, read back piece by piece, is right."""
+        state, position, end = xxhash.xxh3_128(), start, start + length
+        while self.by_kernel and position < end:
             try:
-                count = os.copy_file_range(self.source, self.target, end - start, start, start)
+                size = min(_PIECE, end - position)
+                count = os.copy_file_range(self.source, self.target, size, position, position)
             except OSError as error:
                 if error.errno in _FULL:
                     raise
                 count = 0
+            count = count and os.preadv(self.target, [buffer[:count]], position)
             if count == 0:
                 self.by_kernel = False
-            start += count
-        return start == end
+            state.update(buffer[:count])
+            position += count
+        return position == end and state.hexdigest() == expected
 
     def complete(self) -> None:
         """All chunks are right: wait until they are on disk, and hand the part over."""
@@ -327,11 +334,6 @@ def _missing(copy: Copy) -> int:
 
 
 # ---- names that are given in one step, and space ----
-
-
-def temporary(path: Path) -> Path:
-    """A name beside a file that nobody else has."""
-    return path.parent / f".{path.name.lstrip('.')}.{secrets.token_hex(8)}.tmp"
 
 
 def place(new: Path, path: Path, *, replace: bool = False) -> bool:

@@ -99,6 +99,8 @@ class Bundle:
         if twice := sorted(set(manifest.files) & set(self.files)):
             raise ArtifactError(f"bundle {self.digest} is damaged: {twice[0]} is in the manifest")
         files = {**manifest.files, **self.files}
+        if CUBIN_FOLDER in files:
+            raise ArtifactError(f"bundle {self.digest} is damaged: file name {CUBIN_FOLDER!r}")
         if self.blake3 is not None:
             counts = {name: len(chunks) for name, chunks in self.blake3.items()}
             if counts != {name: len(entry.chunks) for name, entry in files.items()}:
