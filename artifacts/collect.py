@@ -34,6 +34,8 @@ from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.manifest import FileEntry
 
+#: How often a bundle is looked for that others take to the trash and back.
+_LOOKS = 10
 _TEMPORARY = re.compile(r"\..+\.(part|tmp)")
 _LEASE = re.compile(r"[0-9a-f]{32}\.json")
 _LEFT = re.compile(f"{_TEMPORARY.pattern}|{_LEASE.pattern}")
@@ -223,12 +225,21 @@ def _named(store: Store, now: float) -> set[str]:
             ) from None
         named |= set(objects)
     for digest in store.bundle_digests(trash=True):
-        try:
-            named |= {entry.digest for entry in store.files(store.bundle(digest)).values()}
-        except ArtifactError:
-            if store.has_bundle(digest):
-                raise
+        named |= _named_by(store, digest)
     return named
+
+
+def _named_by(store: Store, digest: str) -> set[str]:
+    """Objects of a bundle; none if it is removed. One that is on the move is looked for again."""
+    for attempt in range(_LOOKS):
+        try:
+            return {entry.digest for entry in store.files(store.bundle(digest)).values()}
+        except ArtifactError:
+            if not store.has_bundle(digest):
+                break
+            if attempt == _LOOKS - 1:
+                raise
+    return set()
 
 
 def _objects(store: Store) -> Iterator[tuple[Path, os.stat_result]]:

@@ -118,7 +118,8 @@ class Store:
     def has_bundle(self, digest: str) -> bool:
         """Whether a bundle is there, be it about to be deleted."""
         place = self.bundle_place(digest)
-        return place.exists() or self.trash_place(place.name).exists() or place.exists()
+        trash = self.trash_place(place.name)
+        return any(place.exists() or trash.exists() for _ in range(4))  # it may be on the move
 
     def signature_places(self, digest: str) -> list[Path]:
         """Signatures of a bundle."""

@@ -119,3 +119,29 @@ def test_a_tag_is_not_set_for_a_bundle_whose_objects_are_gone(
         retag(store, digest, "v3")
     assert store.tags() == {}
     assert store.bundle_digests() == []
+
+
+def test_a_bundle_that_is_on_the_move_is_looked_for_again(
+    artifact: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken to the trash and back whenever it is looked for: four times, then it rests."""
+    put(artifact, store.path, "v2")
+    before, bundle, misses = objects_of(store.path), Store.bundle, []
+
+    def moving(self: Store, digest: str) -> Any:
+        if len(misses) < 4:
+            misses.append(digest)
+            raise ArtifactError(f"bundle {digest}: No such file or directory")
+        return bundle(self, digest)
+
+    monkeypatch.setattr(Store, "bundle", moving)
+    assert collect(store, 0).objects == []
+    assert (len(misses), objects_of(store.path)) == (4, before)
+
+    def missing(self: Store, digest: str) -> Any:
+        raise ArtifactError(f"bundle {digest} is damaged")
+
+    monkeypatch.setattr(Store, "bundle", missing)
+    with pytest.raises(ArtifactError, match="is damaged"):  # one that stays so is not passed over
+        collect(store, 0)
+    assert objects_of(store.path) == before
