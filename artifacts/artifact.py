@@ -1,9 +1,7 @@
 """A built artifact: open it, map its tensors, check it, compare two of them."""
 
-import math
 import mmap
 import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +11,7 @@ from typing import Any
 import xxhash
 
 from dsv2mk.artifacts.container import ContainerError, read_header
-from dsv2mk.artifacts.hashing import chunk_range, digest_of, hash_range
+from dsv2mk.artifacts.hashing import chunk_range, digest_of, hash_range, sampled
 from dsv2mk.artifacts.shards import ShardFile, shard_file
 from dsv2mk.artifacts.store import Store, resolve
 from dsv2mk.manifests.bundle import Bundle
@@ -168,11 +166,8 @@ class Artifact:
             assert self.bundle is not None
             assert self.bundle.blake3 is not None
             digests = self.bundle.blake3[name]
-        if self.signed or sample >= 100:
-            return dict(enumerate(digests))
-        count = len(digests)
-        share = min(count, max(1, math.ceil(count * sample / 100)))
-        return {index: digests[index] for index in sorted(random.sample(range(count), share))}
+        share = 100.0 if self.signed else sample
+        return {index: digests[index] for index in sampled(len(digests), share)}
 
     @property
     def layouts(self) -> list[RankLayout]:

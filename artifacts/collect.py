@@ -12,9 +12,7 @@ since. Hence before an object is deleted it gets a name that only this collectio
 and leases are read once more: from then on no publish can begin to rely on it.
 """
 
-import math
 import os
-import random
 import re
 import secrets
 import stat
@@ -26,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from dsv2mk.artifacts.hashing import sampled
 from dsv2mk.artifacts.publish import LEASE_SECONDS, restore
 from dsv2mk.artifacts.store import DIGEST, DYING, Store, read_regular
 from dsv2mk.artifacts.transfer import Done, check_files, place
@@ -192,10 +191,8 @@ def check_store(
             with suppress(OSError):  # a store that is only read: it is used where it is
                 restore(store, digest)
 
-    def chosen(entry: FileEntry) -> list[int] | None:
-        count = len(entry.chunks)
-        few = min(count, max(1, math.ceil(count * sample / 100)))
-        return None if sample >= 100 else random.sample(range(count), few)
+    def chosen(entry: FileEntry) -> list[int]:
+        return sampled(len(entry.chunks), sample)
 
     openers = {d: (partial(store.open_object, d), entry) for d, entry in entries.items()}
     for digest, problem in sorted(check_files(openers, done, chosen).items()):

@@ -1,6 +1,8 @@
 """xxh3-128 of files, by 64 MiB chunks. Against accidents, not against attackers."""
 
+import math
 import os
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -42,6 +44,17 @@ def chunk_range(index: int, file_size: int) -> tuple[int, int]:
     """(start, length) of a chunk of a file."""
     start = index * CHUNK_BYTES
     return start, min(CHUNK_BYTES, file_size - start)
+
+
+def sampled(count: int, sample: float) -> list[int]:
+    """Indices of the chunks that a sample of some percent looks at: all, or a new random choice.
+
+    At least one is looked at, if there are any.
+    """
+    if sample >= 100:
+        return list(range(count))
+    share = min(count, max(1, math.ceil(count * sample / 100)))
+    return sorted(random.sample(range(count), share))
 
 
 def hash_file(path: Path, done: Callable[[int], object] = lambda count: None) -> FileEntry:

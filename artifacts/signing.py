@@ -240,13 +240,6 @@ def hasher() -> "blake3":
     return blake3()
 
 
-def blake3_of(data: bytes | bytearray | memoryview) -> str:
-    """BLAKE3, hex."""
-    state = hasher()
-    state.update(data)
-    return state.hexdigest()
-
-
 def blake3_chunks(path: Path, size: int) -> list[str]:
     """BLAKE3, hex, of each 64 MiB chunk of a file of `size` bytes.
 

@@ -15,13 +15,12 @@ from typing import Any
 
 from dsv2mk.manifests.canonical import FILE_NAME, canonical_json, parse_object
 from dsv2mk.manifests.errors import ArtifactError
-from dsv2mk.manifests.manifest import CHUNK_BYTES, MANIFEST_NAME, FileEntry, Manifest
+from dsv2mk.manifests.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_entry
 from dsv2mk.manifests.sidecar import CUBIN_FILE, CUBIN_FOLDER
 
 BUNDLE_SCHEMA = 1
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
-_HASH = re.compile(r"[0-9a-f]{32}")
 _CUBIN = f"{CUBIN_FOLDER}/"
 #: What reading values of unexpected types and shapes raises.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -53,9 +52,9 @@ class Bundle:
                 *("schema", "artifact", "files")
             }:
                 raise ValueError(f"sections {sorted(data)}")
-            if not _is_hash(SHA256, data["artifact"]):
+            if not _is_sha256(data["artifact"]):
                 raise ValueError(f"artifact {data['artifact']!r}")
-            files = {name: _file_entry(name, entry) for name, entry in data["files"].items()}
+            files = {name: parse_entry(name, entry) for name, entry in data["files"].items()}
             _check_names(files)
             bundle = cls(artifact=data["artifact"], files=files, blake3=_blake3(data, files))
         except _MALFORMED as error:
@@ -149,7 +148,7 @@ def _blake3(
     if "blake3" not in data:
         return None
     for name, chunks in data["blake3"].items():
-        if type(chunks) is not list or not all(_is_hash(SHA256, chunk) for chunk in chunks):
+        if type(chunks) is not list or not all(map(_is_sha256, chunks)):
             raise ValueError(f"blake3.{name}")
     for name, entry in files.items():
         if len(data["blake3"][name]) != len(entry.chunks):
@@ -157,16 +156,5 @@ def _blake3(
     return {name: tuple(chunks) for name, chunks in data["blake3"].items()}
 
 
-def _file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
-    size, digest, chunks = entry["size"], entry["digest"], entry["chunks"]
-    if set(entry) != {"size", "digest", "chunks"} or type(size) is not int or size < 0:
-        raise ValueError(f"files.{name}")
-    if type(chunks) is not list or len(chunks) != -(-size // CHUNK_BYTES):
-        raise ValueError(f"files.{name}: chunks do not match {size} bytes")
-    if not all(_is_hash(_HASH, value) for value in [digest, *chunks]):
-        raise ValueError(f"files.{name}: a hash that is not 32 hex digits")
-    return FileEntry(size=size, digest=digest, chunks=tuple(chunks))
-
-
-def _is_hash(form: re.Pattern[str], value: object) -> bool:
-    return isinstance(value, str) and form.fullmatch(value) is not None
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and SHA256.fullmatch(value) is not None

@@ -151,7 +151,10 @@ def parse_manifest(encoded: bytes) -> Manifest:
         layouts = group_layout(geometry, topology)
         if canonical_json(data["tensors"]) != canonical_json(tensor_table(layouts)):
             raise ValueError("tensors differ from what the geometry and topology give")
-        files = {name: _file_entry(name, entry) for name, entry in data["files"].items()}
+        files = {name: parse_entry(name, entry) for name, entry in data["files"].items()}
+        for name in files:
+            if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+                raise ValueError(f"file name {name!r}")
         shards = {layout.file_name(part) for layout in layouts for part in PARTS}
         if missing := sorted(shards - set(files)):
             raise ValueError(f"no entry for {missing[0]}")
@@ -207,9 +210,8 @@ def _check_source(source: Mapping[str, Any], files: Mapping[str, FileEntry]) -> 
             raise ValueError(f"source.files.{name}")
 
 
-def _file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
-    if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
-        raise ValueError(f"file name {name!r}")
+def parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
+    """A file's entry of a manifest or a bundle. Raises what malformed JSON raises."""
     size, digest, chunks = entry["size"], entry["digest"], entry["chunks"]
     if set(entry) != {"size", "digest", "chunks"} or type(size) is not int or size < 0:
         raise ValueError(f"files.{name}")

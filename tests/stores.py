@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from fake_gpu import CUBIN, make_sidecar, put_cubin
 
+from dsv2mk.artifacts import signing
 from dsv2mk.artifacts.artifact import read_manifest
 from dsv2mk.artifacts.hashing import hash_file
 from dsv2mk.artifacts.publish import Published, create_store, publish
@@ -58,6 +59,12 @@ def add_cubin(folder: Path, arch: str = "sm_90a", cubin: bytes = CUBIN, **option
 
 def put(folder: Path, store: Path, tag: str = "v1", **options: Any) -> Published:
     return publish(folder, create_store(store), tag, **options)
+
+
+def blake3_of(data: bytes | bytearray | memoryview) -> str:
+    state = signing.hasher()
+    state.update(data)
+    return str(state.hexdigest())
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

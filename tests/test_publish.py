@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from stores import (
     CHUNK,
     add_cubin,
+    blake3_of,
     chunk_everywhere,
     files_of,
     hidden,
@@ -411,7 +412,7 @@ def test_a_signed_bundle_has_the_hashes_of_every_chunk(chunky: Path, tmp_path: P
     bundle = put(chunky, store, sign=private).bundle
     files = files_of(chunky)
     assert bundle.blake3 == {
-        name: tuple(signing.blake3_of(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK))
+        name: tuple(blake3_of(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK))
         for name, data in files.items()
     }
     (signature,) = (store / "bundles").glob("*.sig")

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa, x25519
+from stores import blake3_of
 
 from dsv2mk.artifacts import signing
 from dsv2mk.artifacts.console import run
 from dsv2mk.artifacts.signing import (
     blake3_chunks,
-    blake3_of,
     check,
     hasher,
     key_id,

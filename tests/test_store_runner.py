@@ -18,7 +18,6 @@ from test_load import on_the_host
 
 from dsv2mk.artifacts import hashing, signing
 from dsv2mk.artifacts.artifact import Artifact
-from dsv2mk.manifests import bundle as bundle_module
 from dsv2mk.manifests import manifest as manifest_module
 from dsv2mk.manifests.errors import ArtifactError, NodeError, UsageError
 from dsv2mk.manifests.geometry import Geometry
@@ -436,7 +435,7 @@ def test_all_of_a_signed_bundle_is_proved_by_the_signed_hashes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every chunk, also with --verify none; xxh3 is not asked, which lets a forger's bytes pass."""
-    for module in (manifest_module, hashing, work_module, bundle_module, signing, load):
+    for module in (manifest_module, hashing, work_module, signing, load):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(load, "STAGE_BYTES", 5000)
     on_the_host(monkeypatch)
