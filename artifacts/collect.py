@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from dsv2mk.artifacts.files import place
 from dsv2mk.artifacts.hashing import sampled
 from dsv2mk.artifacts.publish import LEASE_SECONDS, restore
 from dsv2mk.artifacts.store import DIGEST, DYING, Store, read_regular
-from dsv2mk.artifacts.transfer import Done, check_files, place
+from dsv2mk.artifacts.transfer import Done, check_files
 from dsv2mk.manifests.bundle import Bundle
 from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.errors import ArtifactError

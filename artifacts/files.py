@@ -12,6 +12,8 @@ from pathlib import Path
 from dsv2mk.artifacts.console import message
 from dsv2mk.manifests.errors import UsageError
 
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
 
 def lock_folder(folder: Path) -> int:
     """Make a folder and take the lock in it; the lock lasts until the descriptor is closed.
@@ -55,6 +57,42 @@ def write_file(path: Path, data: bytes) -> None:
 def temporary(path: Path) -> Path:
     """A name beside a file that nobody else has."""
     return path.parent / f".{path.name.lstrip('.')}.{secrets.token_hex(8)}.tmp"
+
+
+def place(new: Path, path: Path, *, replace: bool = False) -> bool:
+    """Give a whole file its final name, unless another has it and is not to be replaced.
+
+    Whether it has got the name; `new` is gone in any case.
+    """
+    if not replace:
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            new.unlink(missing_ok=True)
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if path.exists():
+                new.unlink(missing_ok=True)
+                return False
+        else:
+            new.unlink(missing_ok=True)
+            return True
+    os.replace(new, path)
+    new.unlink(missing_ok=True)  # both were names of one file: then nothing was done
+    return True
+
+
+def write_whole(path: Path, data: bytes, *, replace: bool = False) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    new = temporary(path)
+    try:
+        write_file(new, data)
+        place(new, path, replace=replace)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def start_writing(fd: int, start: int, length: int) -> None:

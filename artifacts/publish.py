@@ -8,6 +8,7 @@ of ours names it.
 
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,8 +20,9 @@ import xxhash
 
 from dsv2mk.artifacts.artifact import read_manifest
 from dsv2mk.artifacts.console import message
-from dsv2mk.artifacts.files import sync_folder, temporary
+from dsv2mk.artifacts.files import place, sync_folder, temporary, write_whole
 from dsv2mk.artifacts.hashing import digest_of
+from dsv2mk.artifacts.share import never, ours
 from dsv2mk.artifacts.store import (
     PREFIX,
     STORE_FILE,
@@ -36,10 +38,8 @@ from dsv2mk.artifacts.transfer import (
     Copy,
     Done,
     check_files,
-    place,
     space_errors,
     transfer,
-    write_whole,
 )
 from dsv2mk.manifests.bundle import Bundle, make_bundle
 from dsv2mk.manifests.canonical import FILE_NAME, canonical_json
@@ -71,12 +71,15 @@ def publish(
     *,
     archs: Sequence[str] | None = None,
     sign: Path | None = None,
+    links: bool = True,
     done: Done = lambda count: None,
 ) -> Published:
     """Publish an artifact with its cubins, all or those for some architectures, under a tag.
 
-    Raises ArtifactError if a file is missing or not what the manifest says; SpaceError. In every
-    case what the store offered before it still offers, and what is done is kept.
+    links: where the file system can, files of `folder` become objects of the store by a second
+    name, and read-only. Raises ArtifactError if a file is missing or not what the manifest says;
+    SpaceError. In every case what the store offered before it still offers, and what is done is
+    kept.
     """
     check_tag(tag)
     manifest = read_manifest(folder)
@@ -91,7 +94,7 @@ def publish(
 
         signing.load_private(sign)  # refused before anything is copied
     with space_errors(store.path, lambda: 1 << 20), _lease(store, files):
-        work = _Objects(store, files, paths, done)
+        work = _Objects(store, files, paths, links, done)
         work.settle()
         bundle = make_bundle(manifest, extra, _blake3(store, files) if sign else None)
         encoded = bundle.encoded
@@ -194,12 +197,18 @@ class _Objects:
     """The objects of a publish: those that are there are hashed, others are copied."""
 
     def __init__(
-        self, store: Store, files: Mapping[str, FileEntry], paths: Mapping[str, Path], done: Done
+        self,
+        store: Store,
+        files: Mapping[str, FileEntry],
+        paths: Mapping[str, Path],
+        links: bool,
+        done: Done,
     ) -> None:
         self.copied = Copied()
         self.reused = 0
         self._store = store
         self._paths = paths
+        self._links = links
         self._done = done
         self._wanted = unique(files)
         self._proved: set[str] = set()
@@ -233,9 +242,7 @@ class _Objects:
         copies = [self._copy(d, replace=d in damaged) for d in todo if d not in good]
         for folder in {copy.part.parent for copy in copies}:
             folder.mkdir(parents=True, exist_ok=True)
-        copied = transfer(copies, self._store.path, self._done)
-        self.copied.written += copied.written
-        self.copied.kept += copied.kept
+        self.copied += transfer(copies, self._store.path, self._done)
         if copies:
             for folder in {copy.part.parent for copy in copies}:
                 sync_folder(folder)
@@ -252,7 +259,7 @@ class _Objects:
             )
 
         def finish(part: Path, fd: int) -> None:
-            """Take the part away from others that write to it, then give it its name.
+            """Take the part away from others that write to it; give it its name, read-only.
 
             Another publisher may have done that already, and a third begun a new part.
             """
@@ -261,7 +268,9 @@ class _Objects:
                 os.rename(part, claimed)
             except FileNotFoundError:
                 return  # `settle` looks whether the object is there
-            if os.path.samestat(os.stat(claimed), os.fstat(fd)):
+            if os.path.samestat(os.stat(claimed), info := os.fstat(fd)):
+                with suppress(PermissionError):  # another user has begun it
+                    os.fchmod(fd, stat.S_IMODE(info.st_mode) & ~0o222)
                 if place(claimed, path, replace=replace):
                     self._proved.add(digest)  # else `settle` hashes what has the name
             else:
@@ -273,6 +282,7 @@ class _Objects:
             source=partial(open_regular, source),
             part=part,
             shared=True,
+            may_link=ours if self._links else never,
             refuse=refuse,
             finish=finish,
         )

@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 
 from dsv2mk.artifacts.artifact import read_manifest
-from dsv2mk.artifacts.files import lock_folder, sync_folder
+from dsv2mk.artifacts.files import lock_folder, place, sync_folder
 from dsv2mk.artifacts.publish import check_archs
+from dsv2mk.artifacts.share import MayLink, frozen, never
 from dsv2mk.artifacts.store import Store, check_digests, open_regular, read_regular, unique
 from dsv2mk.artifacts.transfer import (
     Copied,
     Copy,
     Done,
     check_files,
-    place,
     space_errors,
     transfer,
 )
@@ -90,12 +90,15 @@ def pull(
     rank: int | None = None,
     archs: Sequence[str] | None = None,
     trust: Sequence[Path] = (),
+    links: bool = True,
     done: Done = lambda count: None,
 ) -> Pulled:
     """Make a folder an artifact, or add what is missing to one that is this artifact already.
 
-    Raises ArtifactError for an object that is missing or damaged, or a file of `dest` that is;
-    UsageError if `dest` is something else or in use; SpaceError. In every case `dest` is as it was.
+    links: where the file system can, read-only objects of this user get second names in `dest`;
+    never with keys to trust, since who can write to the store might change them later. Raises
+    ArtifactError for an object that is missing or damaged, or a file of `dest` that is; UsageError
+    if `dest` is something else or in use; SpaceError. In every case `dest` is as it was.
     """
     bundle = trusted_bundle(store, digest, trust)
     manifest = store.manifest(bundle)
@@ -119,7 +122,8 @@ def pull(
     with space_errors(dest.parent, lambda: 1 << 20), _private(dest) as folder:
         wanted = {name: files[name] for name in added}
         own = {entry.digest: dest / name for name, entry in there.items()}
-        copied = _fetch(store, bundle, folder, wanted, own, done)
+        may_link = frozen if links and not trust else never
+        copied = _fetch(store, bundle, folder, wanted, own, may_link, done)
         if trust:
             _check_blake3(bundle, folder, wanted)
         _put_in_place(folder, dest, added)
@@ -212,6 +216,7 @@ def _fetch(
     folder: Path,
     wanted: Mapping[str, FileEntry],
     own: Mapping[str, Path],
+    may_link: MayLink,
     done: Done,
 ) -> Copied:
     """Bring files into the private folder; equal ones, of several ranks, are one file."""
@@ -227,26 +232,33 @@ def _fetch(
     for path in [path for path in folder.rglob("*") if not path.is_dir()]:
         if str(path.relative_to(folder)) not in single:
             path.unlink()  # of another pull, or a link that is made again
-    copied = transfer([_copy(store, bundle, folder, n, wanted[n]) for n in single], folder, done)
+
+    def of(name: str) -> Copy:
+        return _copy(store, bundle, folder, name, wanted[name], may_link)
+
+    copied = transfer([of(name) for name in single], folder, done)
     copies = []
     for name, existing in linked.items():
         try:
             (folder / name).unlink(missing_ok=True)
             os.link(existing, folder / name)
         except OSError:  # no hard links here
-            copies.append(_copy(store, bundle, folder, name, wanted[name]))
-    more = transfer(copies, folder, done)
+            copies.append(of(name))
+    copied += transfer(copies, folder, done)
     for path in {(folder / name).parent for name in wanted} | {folder}:
         sync_folder(path)
-    return Copied(written=copied.written + more.written, kept=copied.kept + more.kept)
+    return copied
 
 
-def _copy(store: Store, bundle: Bundle, folder: Path, name: str, entry: FileEntry) -> Copy:
+def _copy(
+    store: Store, bundle: Bundle, folder: Path, name: str, entry: FileEntry, may_link: MayLink
+) -> Copy:
     return Copy(
         entry=entry,
         source=lambda: store.open_object(entry.digest),
         part=folder / name,
         shared=False,
+        may_link=may_link,
         refuse=lambda problem: store.damage(bundle, name, entry, problem),
         finish=lambda part, fd: None,
     )

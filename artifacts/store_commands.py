@@ -13,6 +13,7 @@ from dsv2mk.manifests.errors import EXIT_CHECK_FAILED, ArtifactError
 
 if TYPE_CHECKING:
     from dsv2mk.artifacts.store import Store
+    from dsv2mk.artifacts.transfer import Copied
 
 _PATH = click.Path(path_type=Path)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -58,14 +59,34 @@ _arch = click.option(
 )
 
 
+_copy = click.option(
+    "--copy",
+    "copies",
+    is_flag=True,
+    help="Make no hard links, which are read-only: copy, also within one file system.",
+)
+
+
+def _bytes(copied: "Copied") -> tuple[dict[str, int], str]:
+    """What was transferred: for JSON, and in words."""
+    data = {
+        "bytes_written": copied.written,
+        "bytes_resumed": copied.kept,
+        "bytes_shared": copied.shared,
+    }
+    text = f"{size_text(copied.written)} written, {size_text(copied.kept)} taken up, "
+    return data, text + f"{size_text(copied.shared)} shared"
+
+
 @click.command()
 @_words("DIR", "STORE")
 @click.option("--tag", "tag_name", required=True, metavar="NAME", help="Name it so in the store.")
 @_arch
 @click.option("--sign", type=_PATH, metavar="KEY", help="Sign with this ed25519 private key.")
+@_copy
 @reporting
 def publish(
-    words: tuple[str, str], tag_name: str, archs: list[str] | None, sign: Path | None
+    words: tuple[str, str], tag_name: str, archs: list[str] | None, sign: Path | None, copies: bool
 ) -> Report:
     """Put an artifact, with its cubins, into a store; an interrupted publish is taken up again."""
     from dsv2mk.artifacts.artifact import read_manifest
@@ -77,7 +98,16 @@ def publish(
     check_tag(tag_name)
     objects = unique(read_manifest(folder).files).values()
     with progress(sum(entry.size for _, entry in objects), "publish") as bar:
-        done = put(folder, create_store(path), tag_name, archs=archs, sign=sign, done=bar.update)
+        done = put(
+            folder,
+            create_store(path),
+            tag_name,
+            archs=archs,
+            sign=sign,
+            links=not copies,
+            done=bar.update,
+        )
+    numbers, transferred = _bytes(done.copied)
     data = {
         "digest": done.bundle.digest,
         "artifact": done.bundle.artifact,
@@ -85,14 +115,12 @@ def publish(
         "archs": done.bundle.archs,
         "files": len(done.files),
         "signed": sign is not None,
-        "bytes_written": done.copied.written,
-        "bytes_resumed": done.copied.kept,
+        **numbers,
         "bytes_reused": done.reused,
     }
     text = (
         f"{tag_name}: bundle {done.bundle.digest}, {len(done.files)} files; "
-        f"{size_text(done.copied.written)} written, {size_text(done.copied.kept)} taken up, "
-        f"{size_text(done.reused)} were there"
+        f"{transferred}, {size_text(done.reused)} were there"
     )
     return Report(data=data, text=text)
 
@@ -108,9 +136,14 @@ def publish(
     metavar="KEY",
     help="Demand a signature by one of these ed25519 public keys.",
 )
+@_copy
 @reporting
 def pull(
-    words: tuple[str, str, str], rank: int | None, archs: list[str] | None, trust: tuple[Path, ...]
+    words: tuple[str, str, str],
+    rank: int | None,
+    archs: list[str] | None,
+    trust: tuple[Path, ...],
+    copies: bool,
 ) -> Report:
     """Copy an artifact out of a store, or add to DEST what is missing there."""
     from dsv2mk.artifacts.pull import pull as get
@@ -122,18 +155,26 @@ def pull(
     bundle = trusted_bundle(store, digest, trust)
     objects = unique(select_files(bundle, store.manifest(bundle), rank, archs)).values()
     with progress(sum(entry.size for _, entry in objects), "pull") as bar:
-        done = get(store, digest, dest, rank=rank, archs=archs, trust=trust, done=bar.update)
+        done = get(
+            store,
+            digest,
+            dest,
+            rank=rank,
+            archs=archs,
+            trust=trust,
+            links=not copies,
+            done=bar.update,
+        )
+    numbers, transferred = _bytes(done.copied)
     data = {
         "digest": digest,
         "artifact": done.bundle.artifact,
         "files": sorted(done.files),
         "added": sorted(done.added),
-        "bytes_written": done.copied.written,
-        "bytes_resumed": done.copied.kept,
+        **numbers,
     }
     text = f"{dest}: {len(done.files)} files of bundle {digest}, {len(done.added)} of them new; "
-    text += f"{size_text(done.copied.written)} written, {size_text(done.copied.kept)} taken up"
-    return Report(data=data, text=text)
+    return Report(data=data, text=text + transferred)
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
 A file is written under a private name, its `part`, and gets its final name when it is whole and on
 disk. Chunks that the part holds already are kept if their hashes are right. Where the file system
-shares extents (FICLONE) nothing is copied, only read back and hashed.
+can share a file's bytes nothing is copied, only read back and hashed: see share.py.
 
 Several processes may write one `shared` part: nothing but bytes that have been checked is written
 to it, so that all write the same. So it is filled from memory: a copy within the kernel (as other
@@ -10,7 +10,6 @@ parts are filled) can be checked only when another may have given the part its n
 """
 
 import errno
-import fcntl
 import os
 import stat
 import threading
@@ -23,8 +22,9 @@ from pathlib import Path
 import xxhash
 
 from dsv2mk.artifacts.console import size_text
-from dsv2mk.artifacts.files import start_writing, temporary, write_file
+from dsv2mk.artifacts.files import start_writing, temporary
 from dsv2mk.artifacts.hashing import chunk_range, hash_range
+from dsv2mk.artifacts.share import MayLink, same, share
 from dsv2mk.artifacts.store import bad_chunk
 from dsv2mk.manifests.errors import SpaceError, UserError
 from dsv2mk.manifests.manifest import FileEntry
@@ -35,9 +35,7 @@ THREADS = max(2, min(8, os.cpu_count() or 2))
 _PIECE = 1 << 20
 #: Bytes written at a time: the page cache takes large writes slowly.
 _WRITE = 1 << 16
-_FICLONE = 0x40049409
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 Done = Callable[[int], object]
 
@@ -50,8 +48,10 @@ class Copy:
     source: Callable[[], int]  # opens it for reading
     part: Path
     shared: bool  # others may write to the part
+    may_link: MayLink  # whether it may become a second name of the source
     refuse: Callable[[str], UserError]  # the error for a source with this problem
     finish: Callable[[Path, int], object]  # the part is whole and on disk: its path, a descriptor
+    how: str = "copied"  # "cloned", "linked": by `_share`
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,14 @@ class Copied:
     """Bytes of a transfer."""
 
     written: int = 0
-    kept: int = 0  # were there: parts of an earlier try, or extents that are shared
+    kept: int = 0  # were there: parts of an earlier try
+    shared: int = 0  # take no space: the file system has them once
+
+    def __iadd__(self, other: "Copied") -> "Copied":
+        self.written += other.written
+        self.kept += other.kept
+        self.shared += other.shared
+        return self
 
 
 def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
@@ -82,8 +89,12 @@ def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
             kept = file.copy_chunk(index, buffer)
             length = chunk_range(index, file.copy.entry.size)[1]
             with lock:
-                total.kept += length if kept else 0
-                total.written += 0 if kept else length
+                if not kept:
+                    total.written += length
+                elif file.copy.how == "copied":
+                    total.kept += length
+                else:
+                    total.shared += length
                 done(length)
                 file.left -= 1
                 whole = file.left == 0
@@ -91,7 +102,7 @@ def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
                 file.complete()
 
     with space_errors(where, lambda: sum(map(_missing, copies))):
-        missing = sum(_missing(copy) for copy in copies if not _clone(copy))
+        missing = sum(_missing(copy) for copy in copies if not _share(copy))
         if missing > free_bytes(where):
             raise no_space(where, missing)
         try:
@@ -99,6 +110,9 @@ def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
         finally:
             for file in opened:
                 file.close()
+            for copy in copies:
+                if copy.shared and copy.how != "copied":
+                    copy.part.unlink(missing_ok=True)  # if it was not finished
     return total
 
 
@@ -175,8 +189,11 @@ class _File:
         """Put a chunk into the part; whether it was there already."""
         expected = self.copy.entry.chunks[index]
         start, length = chunk_range(index, self.copy.entry.size)
-        if start + length <= self.there and hash_range(self.target, start, length) == expected:
-            return True
+        if start + length <= self.there:
+            if (found := hash_range(self.target, start, length)) == expected:
+                return True
+            if self.copy.how == "linked":
+                raise self.copy.refuse(_not(index, start, expected, found))
         if self.copy.shared or not self._copy_by_kernel(buffer, start, length, expected):
             self._copy_checked(buffer, index, expected)
         start_writing(self.target, start, length)
@@ -190,14 +207,15 @@ class _File:
             piece = self._read(buffer, position, start + length)
             state.update(piece)
             digests.append(xxhash.xxh3_128_digest(piece))
-        where = f"chunk {index} (from byte {start})"
         if (found := state.hexdigest()) != expected:
-            raise self.copy.refuse(f"{where}: expected {expected}, found {found}")
+            raise self.copy.refuse(_not(index, start, expected, found))
         for number, digest in enumerate(digests):
             position = start + number * _PIECE
             piece = self._read(buffer, position, start + length)
             if xxhash.xxh3_128_digest(piece) != digest:
-                raise self.copy.refuse(f"{where}: it changes while it is read")
+                raise self.copy.refuse(
+                    f"chunk {index} (from byte {start}): it changes while it is read"
+                )
             while piece:
                 count = os.pwrite(self.target, piece[:_WRITE], position)
                 piece, position = piece[count:], position + count
@@ -247,6 +265,10 @@ class _File:
         self.source = self.target = -1
 
 
+def _not(index: int, start: int, expected: str, found: str) -> str:
+    return f"chunk {index} (from byte {start}): expected {expected}, found {found}"
+
+
 def _chunks(copies: list[Copy], opened: list[_File]) -> Iterator[tuple[_File, int]]:
     """Every chunk of every file; files are opened when it is their turn."""
     for copy in copies:
@@ -265,7 +287,8 @@ def _open(copy: Copy) -> _File:
         there = os.fstat(target).st_size
         if there > copy.entry.size:
             os.ftruncate(target, copy.entry.size)
-        os.utime(target)  # a collection takes it for one in use
+        if copy.shared:
+            os.utime(target)  # a collection takes it for one in use
     except BaseException:
         os.close(source)
         raise
@@ -286,6 +309,8 @@ def _open_source(copy: Copy) -> int:
 
 def _open_part(copy: Copy) -> int:
     """Open or make the part; one that is not ours to write is left to its owner."""
+    if copy.how == "linked":
+        return os.open(copy.part, os.O_RDONLY | os.O_NOFOLLOW)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     for _ in range(2):
         with suppress(PermissionError):
@@ -301,28 +326,30 @@ def _open_part(copy: Copy) -> int:
     return os.open(copy.part, flags | os.O_EXCL, 0o666)
 
 
-def _clone(copy: Copy) -> bool:
-    """Share the source's extents, if there is no part yet and the file system can do that.
+def _share(copy: Copy) -> bool:
+    """Let the part share the source's bytes, if there is no part yet and the file system can.
 
     Nothing of it is checked yet, so others must not take it for a part.
     """
-    if copy.entry.size == 0 or copy.part.exists():
+    if copy.entry.size == 0:
         return False
-    clone = temporary(copy.part) if copy.shared else copy.part
     source = _open_source(copy)
     try:
-        target = os.open(clone, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            fcntl.ioctl(target, _FICLONE, source)
-        except OSError:
-            clone.unlink()
-            return False
-        finally:
-            os.close(target)
+        if not copy.part.exists():
+            if copy.shared and copy.may_link(os.fstat(source)):
+                os.utime(source)  # a collection takes a second name for one in use
+            part = temporary(copy.part)
+            if share(source, part, copy.may_link):
+                copy.how = "linked" if same(source, part) else "cloned"
+                if copy.shared:
+                    copy.part = part
+                else:
+                    os.rename(part, copy.part)
+        elif not copy.shared and copy.may_link(os.fstat(source)) and same(source, copy.part):
+            copy.how = "linked"  # by an earlier try
     finally:
         os.close(source)
-    copy.part = clone
-    return True
+    return copy.how != "copied"
 
 
 def _missing(copy: Copy) -> int:
@@ -333,42 +360,7 @@ def _missing(copy: Copy) -> int:
         return copy.entry.size
 
 
-# ---- names that are given in one step, and space ----
-
-
-def place(new: Path, path: Path, *, replace: bool = False) -> bool:
-    """Give a whole file its final name, unless another has it and is not to be replaced.
-
-    Whether it has got the name; `new` is gone in any case.
-    """
-    if not replace:
-        try:
-            os.link(new, path)
-        except FileExistsError:
-            new.unlink(missing_ok=True)
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            if path.exists():
-                new.unlink(missing_ok=True)
-                return False
-        else:
-            new.unlink(missing_ok=True)
-            return True
-    os.replace(new, path)
-    return True
-
-
-def write_whole(path: Path, data: bytes, *, replace: bool = False) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    new = temporary(path)
-    try:
-        write_file(new, data)
-        place(new, path, replace=replace)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+# ---- space ----
 
 
 def free_bytes(folder: Path) -> int:

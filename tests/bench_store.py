@@ -1,8 +1,9 @@
 """How fast `publish` and `pull` are, hashes included, against plain copies. No test.
 
 Everything is measured in one run, in turns, on one file system, of an artifact whose pages are in
-the cache; rates are GB/s of the artifact's bytes. `publish` and `pull` wait until all is on disk;
-a plain copy does not, so there is one that is followed by a sync of its files.
+the cache; rates are GB/s of the artifact's bytes. `publish` and `pull` make second names, or share
+extents, where the file system can; with `--copy` they wait until all is on disk. A plain copy does
+not, so there is one that is followed by a sync of its files.
 `make bench-store` runs it with the defaults.
 """
 
@@ -29,14 +30,15 @@ from pathlib import Path
 from dsv2mk.artifacts.publish import create_store, publish
 from dsv2mk.artifacts.pull import pull
 from dsv2mk.artifacts.store import Store
-what, a, b = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+what, how, a, b = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
+links = how == "linked"
 print("ready", flush=True)
 input()
 begun = time.perf_counter()
 if what == "publish":
-    publish(a, create_store(b), "v1")
+    publish(a, create_store(b), "v1", links=links)
 else:
-    pull(Store.open(a), Store.open(a).resolve("v1"), b)
+    pull(Store.open(a), Store.open(a).resolve("v1"), b, links=links)
 print(time.perf_counter() - begun)
 """
 
@@ -64,18 +66,20 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in files.values())
     store, new = folder / "store", folder / "new"
     meter = Meter(artifact, folder / "spare")
-    meter.ours("publish", artifact, store)
+    meter.ours("publish", "copied", artifact, store)
     stages: dict[str, Callable[[], float]] = {
         "cp": lambda: meter.plain("cp", "-r", "--preserve=links", artifact, new),
         "cp, sync": lambda: meter.plain("sh", "-c", _CP_SYNC, "sh", artifact, new),
-        "publish": lambda: meter.ours("publish", artifact, new),
-        "publish again": lambda: meter.ours("publish", artifact, store),
-        "pull": lambda: meter.ours("pull", store, new),
-        "pull again": lambda: meter.ours("pull", store, folder / "pulled"),
+        "publish": lambda: meter.ours("publish", "linked", artifact, new),
+        "publish --copy": lambda: meter.ours("publish", "copied", artifact, new),
+        "publish again": lambda: meter.ours("publish", "linked", artifact, store),
+        "pull": lambda: meter.ours("pull", "linked", store, new),
+        "pull --copy": lambda: meter.ours("pull", "copied", store, new),
+        "pull again": lambda: meter.ours("pull", "linked", store, folder / "pulled"),
     }
     if shutil.which("rsync"):
         stages["rsync"] = lambda: meter.plain("rsync", "-aH", f"{artifact}/", new)
-    meter.ours("pull", store, folder / "pulled")
+    meter.ours("pull", "copied", store, folder / "pulled")
     for path in [*files.values(), *(store / "objects").glob("*/*"), *(folder / "pulled").iterdir()]:
         hash_file(path)  # into the page cache
     rates: dict[str, list[float]] = {name: [] for name in stages}
@@ -97,7 +101,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "gb_s": {name: spread(values) for name, values in rates.items()},
         "ratios": {
             f"{ours} / {plain}": spread([a / b for a, b in zip(*pair, strict=True)])
-            for ours in ("publish", "pull")
+            for ours in ("publish", "pull", "publish --copy", "pull --copy")
             for plain in ("cp", "cp, sync", "rsync")
             if plain in rates
             for pair in [(rates[ours], rates[plain])]

@@ -21,7 +21,7 @@ from dsv2mk.pipeline.cli import cli
 #: What changes files and folders.
 STEPS = (
     *("pwrite", "copy_file_range", "ftruncate", "fsync", "utime", "mkdir"),
-    *("link", "rename", "replace", "unlink", "rmdir"),
+    *("link", "fchmod", "rename", "replace", "unlink", "rmdir"),
 )
 
 

@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(
     files, full = files_of(artifact), 0
     for number, count in enumerate(every_step(monkeypatch, call)):
         store = tmp_path / f"store{number}"
-        done = dsv2mk("publish", artifact, store, "--tag", "v1", "--json")
+        done = dsv2mk("publish", "--copy", artifact, store, "--tag", "v1", "--json")
         if count["failed"]:
             full += 1
             assert done.code == 13

@@ -52,7 +52,7 @@ def store(source: Path, tmp_path: Path) -> Path:
 
 def get(store: Path, dest: Path, tag: str = "v1", **options: Any) -> Pulled:
     opened = Store.open(store)
-    return pull_module.pull(opened, opened.resolve(tag), dest, **options)
+    return pull_module.pull(opened, opened.resolve(tag), dest, **{"links": False, **options})
 
 
 def of_rank(files: dict[str, bytes], rank: int) -> dict[str, bytes]:
@@ -334,14 +334,14 @@ def test_a_disk_that_fills_up_keeps_what_is_done(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "copy_file_range", hooked)
-            done = dsv2mk("pull", store, "v1", tmp_path / "out", "--json")
+            done = dsv2mk("pull", "--copy", store, "v1", tmp_path / "out", "--json")
         assert done.code == 13
         assert "free some space" in done.json["error"]["fix"]
         assert not (tmp_path / "out").exists()
         kept = max(kept, room * CHUNK)
         if room >= 60:
             break
-    done = dsv2mk("pull", store, "v1", tmp_path / "out", "--json")
+    done = dsv2mk("pull", "--copy", store, "v1", tmp_path / "out", "--json")
     assert done.json["bytes_resumed"] >= CHUNK * 20
     assert files_of(tmp_path / "out") == files
 
@@ -361,11 +361,13 @@ def test_a_trusted_bundle_comes(
 ) -> None:
     store, (private, public, _, other) = tmp_path / "store", keys
     assert dsv2mk("publish", source, store, "--tag", "v1", "--sign", private).code == 0
-    done = dsv2mk("pull", store, "v1", tmp_path / "out", "--trust", other, "--trust", public)
+    done = dsv2mk(
+        "pull", "--copy", store, "v1", tmp_path / "out", "--trust", other, "--trust", public
+    )
     assert done.code == 0
     assert files_of(tmp_path / "out") == files_of(source)
-    assert dsv2mk("pull", store, "v1", tmp_path / "out", "--trust", public).code == 0
-    refused = dsv2mk("pull", store, "v1", tmp_path / "no", "--trust", other)
+    assert dsv2mk("pull", "--copy", store, "v1", tmp_path / "out", "--trust", public).code == 0
+    refused = dsv2mk("pull", "--copy", store, "v1", tmp_path / "no", "--trust", other)
     assert (refused.code, "no valid signature" in refused.err) == (11, True)
     assert not (tmp_path / "no").exists()
 

@@ -160,7 +160,7 @@ def test_a_tag_that_is_damaged_is_named_and_can_be_mended(
     with pytest.raises(ArtifactError, match=f"tag {store}/tags/v2 is damaged") as refused:
         Store.open(store).resolve("v2")
     assert "dsv2mk tag STORE DIGEST v2" in str(refused.value)
-    assert dsv2mk("pull", store, "v2", store.parent / "out").code == 11
+    assert dsv2mk("pull", "--copy", store, "v2", store.parent / "out").code == 11
     assert not (store.parent / "out").exists()
     listed = dsv2mk("ls", store, "--json")
     assert listed.code == 1
@@ -182,7 +182,7 @@ def test_a_tag_that_is_a_folder_or_a_pipe_is_refused(store: Path, alarm: None) -
 
 def test_a_tag_of_no_bundle_says_so(store: Path, dsv2mk: Call) -> None:
     (store / "bundles" / f"{tagged(store)}.json").unlink()
-    done = dsv2mk("pull", store, "v1", store.parent / "out")
+    done = dsv2mk("pull", "--copy", store, "v1", store.parent / "out")
     assert (done.code, f"names bundle {tagged(store)}, which is not there" in done.err) == (
         11,
         True,
@@ -256,7 +256,7 @@ def test_damage_of_any_object_is_found_and_named(
                 assert f"{name} of bundle {digest}" in str(problems)
         text = dsv2mk("verify", store)
         assert (text.code, str(path) in text.out) == (1, True)
-        pulled = dsv2mk("pull", store, "v1", place / "out")
+        pulled = dsv2mk("pull", "--copy", store, "v1", place / "out")
         assert (pulled.code, pulled.out) == (11, "")
         # Of one object with two names the first is told.
         told = name.replace("rank-01.replicated", "rank-00.replicated")
@@ -267,7 +267,7 @@ def test_damage_of_any_object_is_found_and_named(
         path.unlink(missing_ok=True)
         path.write_bytes(data)
     assert dsv2mk("verify", store).code == 0
-    assert dsv2mk("pull", store, "v1", place / "out").code == 0
+    assert dsv2mk("pull", "--copy", store, "v1", place / "out").code == 0
     assert files_of(place / "out") == files_of(place / "artifact")
 
 
@@ -333,7 +333,7 @@ def test_reading_writes_nothing(place: Path, store: Path, dsv2mk: Call) -> None:
     assert dsv2mk("verify", store).code == 0
     assert dsv2mk("verify", f"{store}::v1").code == 0
     assert dsv2mk("diff", f"{store}::v1", place / "artifact").code == 0
-    assert dsv2mk("pull", store, "v1", place / "out").code == 0
+    assert dsv2mk("pull", "--copy", store, "v1", place / "out").code == 0
     assert dsv2mk("gc", store, "--dry-run").code == 0
     after = state(store)
     # A dry run asks the store's clock, by a file that it makes and removes.
@@ -362,7 +362,7 @@ def test_a_default_store_may_be_left_out(
     for line in lines:
         assert dsv2mk(*line).code == 0, line
     assert tagged(store, "v3") == tagged(store)
-    assert dsv2mk("pull", store, "v1", place / "x", "y").code == 2
+    assert dsv2mk("pull", "--copy", store, "v1", place / "x", "y").code == 2
     assert dsv2mk("rm").code == 2
 
 

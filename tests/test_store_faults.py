@@ -78,7 +78,7 @@ def test_no_damage_of_any_object_is_served_and_a_publish_mends_it(
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            pulled = dsv2mk("pull", store, "v1", out, "--json")
+            pulled = dsv2mk("pull", "--copy", store, "v1", out, "--json")
             assert (pulled.code, pulled.json["error"]["kind"]) == (
                 11,
                 "artifact damaged or missing",
@@ -91,11 +91,11 @@ def test_no_damage_of_any_object_is_served_and_a_publish_mends_it(
                 assert str(path) in verified.out + verified.err, case
             if not name.startswith("cubin/"):
                 assert refused_or_found(f"{store}::v1", path), case
-            mended = dsv2mk("publish", source, store, "--tag", "v1", "--json")
+            mended = dsv2mk("publish", "--copy", source, store, "--tag", "v1", "--json")
             assert (mended.code, mended.json["bytes_written"]) == (0, len(data)), case
             assert offered(store, "v1") == files, case
             tried += 1
-        again = dsv2mk("pull", store, "v1", out, "--json")  # what was whole was kept
+        again = dsv2mk("pull", "--copy", store, "v1", out, "--json")  # what was whole was kept
         resumed += again.json["bytes_resumed"] > 0
         assert files_of(out) == files, name
         shutil.rmtree(out)
@@ -161,7 +161,7 @@ def edits(value: Any) -> Iterator[Any]:
 
 def assert_never_served(dsv2mk: Call, store: Path, tag: str, out: Path, case: object) -> None:
     around = state(out.parent)
-    pulled = dsv2mk("pull", store, tag, out, "--json")
+    pulled = dsv2mk("pull", "--copy", store, tag, out, "--json")
     assert pulled.code == 11, (case, pulled)
     assert not out.exists(), case
     shutil.rmtree(out.parent / f".{out.name}.pull", ignore_errors=True)
@@ -205,10 +205,10 @@ def test_a_bundle_under_another_name_is_not_served(
         place.rename(place.with_name(f"{other}.json"))
         (store / "tags" / "v1").write_text(f"{other}\n")
         for name in ("v1", other):
-            refused = dsv2mk("pull", store, name, out, "--json")
+            refused = dsv2mk("pull", "--copy", store, name, out, "--json")
             assert refused.code == 11
             assert other in refused.json["error"]["message"]
-        assert dsv2mk("pull", store, digest, out).code == 11
+        assert dsv2mk("pull", "--copy", store, digest, out).code == 11
         assert not out.exists()
         place.with_name(f"{other}.json").unlink()
         put(source, store)
@@ -322,7 +322,7 @@ def test_a_tag_that_is_a_link_or_a_folder_is_not_followed(
     tag.unlink()
     (tag / "within").mkdir(parents=True)
     assert_tag_is_named(dsv2mk, store, tmp_path / "out")
-    refused = dsv2mk("publish", source, store, "--tag", "v1")
+    refused = dsv2mk("publish", "--copy", source, store, "--tag", "v1")
     assert (refused.code, len(refused.err.splitlines())) == (11, 1)
     assert f"{tag} is a folder" in refused.err
     assert hidden(store) == []

@@ -65,11 +65,17 @@ def age(store: Path) -> None:
         os.utime(path, (before, before))
 
 
+HOW = pytest.mark.parametrize("how", [["--copy"], []], ids=["copied", "linked"])
+
+
+@HOW
 @pytest.mark.parametrize("first", [True, False])
-def test_a_publisher_that_is_killed(first: bool, place: Path, tmp_path: Path) -> None:
+def test_a_publisher_that_is_killed(
+    first: bool, how: list[str], place: Path, tmp_path: Path
+) -> None:
     """What was there stays; what it has done is taken up; nothing of it stays behind."""
     store, log = tmp_path / "store", tmp_path / "log"
-    args = ["publish", place / "artifact", store, "--tag", "v1", "--json"]
+    args = ["publish", place / "artifact", store, "--tag", "v1", "--json", *how]
     new, old = files_of(place / "artifact"), files_of(place / "old")
 
     def fresh() -> None:
@@ -99,28 +105,31 @@ def test_a_publisher_that_is_killed(first: bool, place: Path, tmp_path: Path) ->
         again = call(*args)
         assert again.code == 0, again
         done = again.json
-        counts = [done[f"bytes_{what}"] for what in ("written", "resumed", "reused")]
+        counts = [done[f"bytes_{what}"] for what in ("written", "resumed", "shared", "reused")]
         assert sum(counts) == size_of(new)
+        assert how or counts[0] == 0
         resumed += counts[1] > 0
-        reused += counts[2] > 0
+        reused += counts[3] > 0
         assert offered(store, "v1") == new
         age(store)
         assert call("gc", store, "--grace", "0s").code == 0
         assert hidden(store) == []
         assert offered(store, "v1") == new
         assert first or offered(store, "old") == old
+        assert files_of(place / "artifact") == new
     assert killed >= 50
-    assert resumed >= 5
+    assert resumed >= 5 if how else resumed == 0
     assert reused >= 10
     assert 0 < tagged < STEPS
 
 
+@HOW
 @pytest.mark.parametrize("add", [False, True])
-def test_a_pull_that_is_killed(add: bool, place: Path, tmp_path: Path) -> None:
+def test_a_pull_that_is_killed(add: bool, how: list[str], place: Path, tmp_path: Path) -> None:
     """The folder is absent or whole; one that is added to never has a file that is not whole."""
     store, log, out = tmp_path / "store", tmp_path / "log", tmp_path / "node" / "out"
     put(place / "artifact", store)
-    args = ["pull", store, "v1", out, "--json"]
+    args = ["pull", store, "v1", out, "--json", *how]
     files = files_of(place / "artifact")
 
     def fresh() -> None:
@@ -148,15 +157,19 @@ def test_a_pull_that_is_killed(add: bool, place: Path, tmp_path: Path) -> None:
         again = call(*args)
         assert again.code == 0, again
         resumed += again.json["bytes_resumed"] > 0
+        assert how or again.json["bytes_written"] == 0
         assert files_of(out) == files
         assert names(out.parent) == {"out"}
+    assert offered(store, "v1") == files
     assert killed >= 50
-    assert resumed >= 10
+    assert resumed >= 10 if how else resumed == 0
     assert 0 < whole < len(kills)
 
 
 def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
     """Two publish, prove and remove what shares shards; one collects; one reads what stays.
+
+    Every other time files are linked rather than copied.
 
     For longer than a minute, so that every one of them meets every other at many steps.
     """
@@ -167,9 +180,12 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
     put(place / "old", store, "keep")
     assert len(set(expected["p0"].values()) & set(expected["p1"].values())) >= 5
 
-    def pulled(tag: str, out: Path) -> int:
+    def how(number: int) -> list[str]:
+        return ["--copy"] if number % 2 else []
+
+    def pulled(tag: str, out: Path, number: int) -> int:
         shutil.rmtree(out, ignore_errors=True)
-        done = call("pull", store, tag, out, "--json")
+        done = call("pull", store, tag, out, "--json", *how(number // 2))
         if done.code == 0:
             assert files_of(out) == expected[tag]
         else:
@@ -179,16 +195,17 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
 
     def publishes(tag: str) -> Callable[[int], str]:
         def work(number: int) -> str:
-            done = call("publish", sources[tag], store, "--tag", tag, "--json")
+            done = call("publish", sources[tag], store, "--tag", tag, "--json", *how(number))
             assert done.code == 0, done
             assert "replaced" not in done.err
-            assert pulled(tag, tmp_path / f"own-{tag}") == 0
+            assert pulled(tag, tmp_path / f"own-{tag}", number) == 0
             verified = call("verify", f"{store}::{tag}")
             assert verified.code == 0, verified
             if number % 4 != 3:
                 removed = call("rm", store, tag)
                 assert removed.code == 0, removed
-            return "copied" if done.json["bytes_written"] else "reused"
+            kinds = ("written", "shared")
+            return " ".join(kind for kind in kinds if done.json[f"bytes_{kind}"]) or "reused"
 
         return work
 
@@ -198,10 +215,10 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
         return "deleted" if done.json["objects"] else "nothing"
 
     def reads(number: int) -> str:
-        assert pulled("keep", tmp_path / "read") == 0
+        assert pulled("keep", tmp_path / "read", number) == 0
         verified = call("verify", f"{store}::keep")
         assert verified.code == 0, verified
-        return str(pulled(("p0", "p1")[number % 2], tmp_path / "maybe"))
+        return str(pulled(("p0", "p1")[number % 2], tmp_path / "maybe", number))
 
     works = {"p0": publishes("p0"), "p1": publishes("p1"), "gc": collects, "reader": reads}
     logs = {name: tmp_path / f"{name}.json" for name in works}
@@ -211,7 +228,8 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
     print(json.dumps(counts))
     assert min(sum(found.values()) for found in counts.values()) >= 20, counts
     assert counts["gc"].get("deleted", 0) >= 5, counts  # it had something to do
-    assert counts["p0"].get("copied", 0) >= 5, counts
+    for kind in ("written", "shared"):
+        assert sum(n for told, n in counts["p0"].items() if kind in told) >= 5, counts
     for tag, folder in sources.items():
         put(folder, store, tag)
     assert call("verify", store).code == 0

@@ -72,10 +72,10 @@ def test_a_disk_that_somebody_fills_up(
         place = tmp_path / "disk" / ("store" if command == "publish" else "out")
         filler = tmp_path / "disk" / "filler"
         if command == "publish":
-            args: list[object] = ["publish", source, place, "--tag", "v1", "--json"]
+            args: list[object] = ["publish", source, place, "--tag", "v1", "--json", "--copy"]
         else:
             put(source, tmp_path / "store")
-            args = ["pull", tmp_path / "store", "v1", place, "--json"]
+            args = ["pull", tmp_path / "store", "v1", place, "--json", "--copy"]
 
         def fill() -> None:
             with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -193,18 +193,22 @@ def test_a_store_on_another_file_system(
     assert tempfile.gettempdir() == str(tmp_path)
     here = names(tmp_path)
     assert elsewhere.stat().st_dev != tmp_path.stat().st_dev
-    assert dsv2mk("publish", source, elsewhere / "store", "--tag", "v1").code == 0
+    assert dsv2mk("publish", "--copy", source, elsewhere / "store", "--tag", "v1").code == 0
     assert names(tmp_path) == here
     assert offered(elsewhere / "store", "v1") == files
-    assert dsv2mk("pull", elsewhere / "store", "v1", tmp_path / "out").code == 0
+    assert dsv2mk("pull", "--copy", elsewhere / "store", "v1", tmp_path / "out").code == 0
     assert files_of(tmp_path / "out") == files
-    assert dsv2mk("publish", tmp_path / "out", tmp_path / "store", "--tag", "v1").code == 0
-    assert dsv2mk("pull", tmp_path / "store", "v1", elsewhere / "out").code == 0
+    assert (
+        dsv2mk("publish", "--copy", tmp_path / "out", tmp_path / "store", "--tag", "v1").code == 0
+    )
+    assert dsv2mk("pull", "--copy", tmp_path / "store", "v1", elsewhere / "out").code == 0
     assert files_of(elsewhere / "out") == files
-    again = dsv2mk("publish", elsewhere / "out", elsewhere / "store", "--tag", "v2", "--json")
+    again = dsv2mk(
+        "publish", "--copy", elsewhere / "out", elsewhere / "store", "--tag", "v2", "--json"
+    )
     assert (again.json["bytes_written"], again.json["bytes_reused"]) == (0, size_of(files))
     flip_byte(object_at(elsewhere / "store", files["tokenizer.json"]))
-    assert dsv2mk("pull", elsewhere / "store", "v1", tmp_path / "damaged").code == 11
+    assert dsv2mk("pull", "--copy", elsewhere / "store", "v1", tmp_path / "damaged").code == 11
     assert not (tmp_path / "damaged").exists()
     assert dsv2mk("gc", elsewhere / "store", "--grace", "0s").code == 0
     assert hidden(elsewhere / "store") == []

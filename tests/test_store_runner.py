@@ -303,13 +303,13 @@ def test_what_publish_writes_is_what_is_read_here(
     for name, data in cubin_files(geometry, ranks=2).items():
         (artifact / name).write_bytes(data)
     shelf, other = shelve({"ranks": 2}), tmp_path / "other"
-    assert dsv2mk("publish", artifact, other, "--tag", "v1").code == 0
+    assert dsv2mk("publish", "--copy", artifact, other, "--tag", "v1").code == 0
     stores = [
         {path.relative_to(top): path.read_bytes() for path in top.rglob("*") if path.is_file()}
         for top in (shelf.path, other)
     ]
     assert stores[0] == stores[1]
-    assert dsv2mk("pull", other, "v1", tmp_path / "pulled", "--rank", 1).code == 0
+    assert dsv2mk("pull", "--copy", other, "v1", tmp_path / "pulled", "--rank", 1).code == 0
     pulled, whole = Artifact.open(tmp_path / "pulled", 1), Artifact.open(shelf.where)
     for name in whole.layouts[1].tensors:
         assert pulled.map_tensor(1, name) == whole.map_tensor(1, name)
@@ -480,7 +480,7 @@ def test_a_real_signature_is_demanded_and_the_real_hash_is_blake3(
     secret, public = signing.make_keys(tmp_path, "key")
     _, other = signing.make_keys(tmp_path, "other")
     store = tmp_path / "store"
-    assert dsv2mk("publish", artifact, store, "--tag", "v1", "--sign", secret).code == 0
+    assert dsv2mk("publish", "--copy", artifact, store, "--tag", "v1", "--sign", secret).code == 0
     where, expected = f"{store}::v1", dsv2mk("generate", artifact, *IDS).json["token_ids"]
     args = ["generate", where, *IDS, "--backend", "reference", "--verify", "none", "--trust"]
     assert dsv2mk(*args, other, "--trust", public).json["token_ids"] == expected
@@ -508,7 +508,7 @@ def test_bench_tells_what_its_start_took(
     decoder, looks = Measured(ranks=2), iter(range(99))
 
     def opened(artifact: Artifact, options: Any, **_: Any) -> Measured:
-        options.start_up.update({"cubin_load": 0.25, "verify": 0.5, "copy": 0.75})
+        options.start_up.update({"device": 9.5, "cubin_load": 0.25, "verify": 0.5, "copy": 0.75})
         return decoder
 
     monkeypatch.setattr("dsv2mk.runner.commands.open_gpu", opened)
@@ -523,7 +523,8 @@ def test_bench_tells_what_its_start_took(
     assert done.code == 0
     # Started at 1; opened the artifact from 2 to 4, the decoder from 8 to 16; launched at 32.
     wanted = {
-        **{"open": 2.0, "cubin_load": 0.25, "verify": 0.5, "copy": 0.75},
+        **{"import": 1.0, "open": 2.0},
+        **{"device": 9.5, "cubin_load": 0.25, "verify": 0.5, "copy": 0.75},
         **{"first_launch": 64.0 - 32.0, "to_first_token": 128.0 - 1.0},
     }
     assert decoder.calls[:3] == ["reset", [0], "reset"]
