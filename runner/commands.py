@@ -253,7 +253,7 @@ def bench(
 
     before = time.perf_counter()
     artifact = None if where is None else Artifact.open(where, own_rank(), options.trust)
-    start_up = {"open": time.perf_counter() - before}
+    start_up = {"import": before - started, "open": time.perf_counter() - before}
     before = time.perf_counter()
     extra = 32 if profile else 0
     request = measure.Request(

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.layout import PARTS, RankLayout, TensorSpec
 from dsv2mk.manifests.manifest import CHUNK_BYTES
 
-#: Bytes of a pinned buffer, buffers of a thread, and threads that read. Large buffers, since
-#: Python's lock passes some ten thousand pieces a second in all; with two a thread reads into one
-#: while the other is copied.
-STAGE_BYTES = 16 << 20
+#: Bytes of a pinned buffer, buffers of a thread, and threads that read. All buffers together stay
+#: in a server's L3, so that the GPU gets from there what a thread has just read; smaller ones would
+#: make more pieces than Python's lock passes, some ten thousand a second. With two a thread reads
+#: into one while the other is copied.
+STAGE_BYTES = 8 << 20
 BUFFERS = 2
-THREADS = min(24, os.cpu_count() or 1)
+THREADS = min(12, os.cpu_count() or 1)
 #: Bytes that an allocation is longer: the kernel copies scales in whole 16 bytes.
 SLACK = 256
 
@@ -44,7 +45,7 @@ class Weights:
 
     layout: RankLayout
     parts: dict[str, Tensor]  # uint8, SLACK longer than the part's data
-    seconds_hashed: float = 0.0  # of all threads, over their number
+    seconds_hashed: float = 0.0  # by all threads that read, over their number
 
     def address(self, name: str) -> int:
         """Address of a tensor; 0 for one that the geometry does not have."""
@@ -126,21 +127,29 @@ def copy_files(
     done: Callable[[int], object],
     threads: int = THREADS,
 ) -> float:
-    """Copy files to the device; the seconds of hashing of all threads, over their number."""
+    """Copy files to the device; seconds of hashing, as in Weights."""
     chunks = _chunks(sources)
-    # One allocation: pinning is slow. PyTorch keeps it, for the next call of this process.
-    stages = _pinned(threads * BUFFERS * STAGE_BYTES).view(threads, BUFFERS, STAGE_BYTES)
     lock = threading.Lock()
     errors: list[BaseException] = []
     seconds: list[float] = []
 
-    def work(buffers: Tensor) -> None:
+    def take() -> tuple[Source, int] | None:
+        with lock:
+            return None if errors else next(chunks, None)
+
+    def count(more: int) -> None:
+        with lock:
+            done(more)
+
+    def work() -> None:
         try:
-            seconds.append(_copy_chunks(chunks, buffers, lock, device, done, errors))
+            if first := take():
+                mine = itertools.chain([first], iter(take, None))
+                seconds.append(_copy_chunks(mine, device, count))
         except BaseException as error:  # handed to the caller below
             errors.append(error)
 
-    workers = [threading.Thread(target=work, args=(own,), daemon=True) for own in stages]
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -148,7 +157,7 @@ def copy_files(
     if errors:
         raise errors[0]
     torch.cuda.synchronize(device)
-    return sum(seconds) / threads
+    return sum(seconds) / max(1, len(seconds))
 
 
 def _chunks(sources: list[Source]) -> Iterator[tuple[Source, int]]:
@@ -161,12 +170,7 @@ def _chunks(sources: list[Source]) -> Iterator[tuple[Source, int]]:
 
 
 def _copy_chunks(
-    chunks: Iterator[tuple[Source, int]],
-    buffers: Tensor,
-    lock: threading.Lock,
-    device: torch.device,
-    done: Callable[[int], object],
-    errors: list[BaseException],
+    chunks: Iterable[tuple[Source, int]], device: torch.device, done: Callable[[int], object]
 ) -> float:
     """One thread's share: read into one of its buffers while the others are being copied.
 
@@ -174,6 +178,9 @@ def _copy_chunks(
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     torch.cuda.set_stream(stream)  # this thread's
+    # Pinning is slow: each thread begins when its own are there. PyTorch keeps them, for the next
+    # call of this process.
+    buffers = _pinned(BUFFERS * STAGE_BYTES).view(BUFFERS, STAGE_BYTES)
     ring = itertools.cycle(
         [
             (buffer, memoryview(buffer.numpy()), torch.cuda.Event())  # type: ignore[no-untyped-call]
@@ -183,12 +190,7 @@ def _copy_chunks(
     opened: dict[Path, int] = {}
     seconds = 0.0
     try:
-        while not errors:
-            with lock:
-                chunk = next(chunks, None)
-            if chunk is None:
-                break
-            source, index = chunk
+        for source, index in chunks:
             path, target, first = source.path, source.target, source.start
             if path not in opened:
                 opened[path] = _open(source)
@@ -219,8 +221,7 @@ def _copy_chunks(
                     found=found,
                     fix=_FIX,
                 )
-            with lock:
-                done(max(end - max(start, first), 0))
+            done(max(end - max(start, first), 0))
     finally:
         for fd in opened.values():
             os.close(fd)

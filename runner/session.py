@@ -29,7 +29,7 @@ class GpuOptions:
     collective: str = "p2p"
     loopback: int | None = None
     trust: tuple[Path, ...] = ()
-    #: What opening a decoder took, by `open_gpu`: seconds of verify, copy and cubin_load.
+    #: What opening a decoder took, by `open_gpu`: seconds of device, cubin_load, verify, copy.
     start_up: dict[str, float] = field(default_factory=dict)
 
 
@@ -160,7 +160,9 @@ def _open(
     from dsv2mk.runner.load import dummy_weights, load_weights, weight_bytes
 
     world.doing("checking what it has")
+    started = time.perf_counter()
     facts = gpu.facts_of(world.index)
+    options.start_up["device"] = time.perf_counter() - started
     geometry = artifact.manifest.geometry if artifact else None
     ranks = artifact.manifest.topology.ranks if artifact else options.loopback
     processes = options.loopback or world.size

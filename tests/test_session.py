@@ -328,7 +328,7 @@ class Opened:
 def test_what_opening_takes_is_noted_by_purpose(
     seed: int | None, one: Artifact, device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock stands still but for a cubin's search, its load, and the weights."""
+    """The clock stands still but for the device, a cubin's search, its load, and the weights."""
     clock = [100.0]
 
     def takes(seconds: float, value: Any) -> Callable[..., Any]:
@@ -342,6 +342,7 @@ def test_what_opening_takes_is_noted_by_purpose(
     weights = SimpleNamespace(seconds_hashed=hashed)
     kernel = SimpleNamespace(most_per_multiprocessor=lambda: 1)
     found = make_sidecar(one.manifest.geometry), b""
+    monkeypatch.setattr("dsv2mk.runner.device.facts_of", takes(16.0, facts(identity="uuid")))
     monkeypatch.setattr("dsv2mk.runner.cubins.find_cubin", takes(2.0, found))
     monkeypatch.setattr("dsv2mk.runner.device.refuse_misfit", takes(64.0, None))  # counts for none
     monkeypatch.setattr("dsv2mk.runner.device.Kernel", takes(4.0, kernel))
@@ -353,4 +354,5 @@ def test_what_opening_takes_is_noted_by_purpose(
     )
     options = gpu_options_of()
     assert open_gpu(one, options, tokens=3, seed=seed).weights is weights
-    assert options.start_up == {"cubin_load": 6.0, "verify": hashed, "copy": 8.0 - hashed}
+    wanted = {"device": 16.0, "cubin_load": 6.0, "verify": hashed, "copy": 8.0 - hashed}
+    assert options.start_up == wanted
