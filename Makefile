@@ -5,7 +5,7 @@ TP ?= 8
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test check format artifacts cubin publish bench bench-build bench-load bench-store clean
+.PHONY: help setup demo test check format artifacts cubin publish bench bench-build bench-load bench-start bench-store clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ bench-build: $(READY) ## Measure the build against the plain way and a plain cop
 
 bench-load: $(READY) ## Measure loading onto a GPU: make bench-load ARTIFACT=...
 	$(BIN)/python tests/bench_load.py "$(or $(ARTIFACT),$(error ARTIFACT is not set: make bench-load ARTIFACT=...))"
+
+bench-start: $(READY) ## Measure the time to the first token on a GPU: make bench-start BUNDLE=STORE::NAME
+	$(BIN)/python tests/bench_start.py "$(or $(BUNDLE),$(error BUNDLE is not set: make bench-start BUNDLE=STORE::NAME))"
 
 bench-store: $(READY) ## Measure publish and pull against plain copies
 	$(BIN)/python tests/bench_store.py
