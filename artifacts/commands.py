@@ -12,6 +12,7 @@ from dsv2mk.manifests.manifest import SCHEMA_VERSION
 if TYPE_CHECKING:
     from dsv2mk.artifacts.store import Store
     from dsv2mk.manifests.bundle import Bundle
+    from dsv2mk.manifests.manifest import Manifest
 
 _FOLDER = click.Path(path_type=Path)
 
@@ -32,21 +33,26 @@ def _number(_: object, __: object, value: float) -> float:
     metavar="PERCENT",
     help="Hash only this share of each file's 64 MiB chunks, chosen at random.",
 )
+@click.option("--rank", type=click.IntRange(0), help="Of a folder, only what this rank needs.")
 @reporting
-def verify(folder: Path, sample: float) -> Report:
+def verify(folder: Path, sample: float, rank: int | None) -> Report:
     """Check an artifact against the hashes in its manifest, or what a store holds."""
     from dsv2mk.artifacts.artifact import Artifact, read_manifest
     from dsv2mk.artifacts.store import Store, is_store, resolve
 
-    named = resolve(str(folder))
-    if named is not None:
-        return _verify_store(str(folder), *named, sample)
-    if is_store(folder):
-        return _verify_store(str(folder), Store.open(folder), None, sample)
-    artifact = Artifact(path=folder, manifest=read_manifest(folder))
+    store, bundle = resolve(str(folder)) or (None, None)
+    if store is None and is_store(folder):
+        store = Store.open(folder)
+    if store is not None:
+        if rank is not None:
+            raise UsageError("--rank", expected="an artifact's folder", found=str(folder))
+        return _verify_store(str(folder), store, bundle, sample)
+    manifest = read_manifest(folder)
+    _check_rank(rank, manifest)
+    artifact = Artifact(path=folder, manifest=manifest, rank=rank)
     with progress(artifact.bytes_to_verify(sample), "verify") as bar:
         problems = artifact.verify(sample, bar.update)
-    files = len(artifact.manifest.files)
+    files = len(artifact.own_files)
     data = {
         "ok": not problems,
         "digest": artifact.manifest.digest,
@@ -82,23 +88,28 @@ def _verify_store(where: str, store: "Store", bundle: "Bundle | None", sample: f
     return Report(data=data, text=f"ok: {count} objects of {where}{share}")
 
 
+def _check_rank(rank: int | None, manifest: "Manifest") -> None:
+    ranks = manifest.topology.ranks
+    if rank is not None and rank >= ranks:
+        raise UsageError("--rank", expected=f"0 to {ranks - 1}", found=rank)
+
+
 @click.command()
-@click.argument("folder", type=_FOLDER, metavar="DIR")
+@click.argument("where", type=click.Path(path_type=str), metavar="DIR|STORE::NAME")
 @click.argument("tensor", required=False)
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
 @click.option("--stats", is_flag=True, help="Read the tensor and print statistics of its values.")
 @reporting
-def inspect(folder: Path, tensor: str | None, rank: int | None, stats: bool) -> Report:
+def inspect(where: str, tensor: str | None, rank: int | None, stats: bool) -> Report:
     """Show what an artifact holds, from headers alone, or one TENSOR of it."""
     from dsv2mk.artifacts.artifact import Artifact
 
     if stats and tensor is None:
         raise UsageError("--stats needs a TENSOR")
-    artifact = Artifact.open(folder)
+    artifact = Artifact.open(where, rank)
     manifest = artifact.manifest
+    _check_rank(rank, manifest)
     ranks = range(manifest.topology.ranks)
-    if rank is not None and rank not in ranks:
-        raise UsageError("--rank", expected=f"0 to {ranks[-1]}", found=rank)
     chosen = list(ranks) if rank is None else [rank]
     rows = [["rank", "tensor", "dtype", "shape", "bytes", "owner", "file", "offset"]]
     tensors: list[dict[str, Any]] = []

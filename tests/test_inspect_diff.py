@@ -117,6 +117,31 @@ def test_statistics_leave_out_what_is_not_finite() -> None:
     assert nothing == {"min": 0, "max": 0, "mean": 0, "rms": 0, "zeros": 0, "not_finite": 2}
 
 
+def test_inspect_shows_a_bundle_as_the_folder_it_came_from(
+    built: Path, tmp_path: Path, dsv2mk: Call
+) -> None:
+    store = tmp_path / "store"
+    assert dsv2mk("publish", "--copy", built, store, "--tag", "v1").code == 0
+    for options in ([], ["--rank", 1], ["lm_head", "--stats"], ["lm_head", "--rank", 0, "--json"]):
+        folder, bundle = (dsv2mk("inspect", where, *options) for where in (built, f"{store}::v1"))
+        assert folder.code == 0
+        assert bundle == folder
+    assert dsv2mk("inspect", f"{store}::v2").code == 11
+
+
+def test_inspect_needs_no_more_than_the_rank_that_it_shows(
+    built: Path, tmp_path: Path, dsv2mk: Call
+) -> None:
+    store, out = tmp_path / "store", tmp_path / "out"
+    dsv2mk("publish", "--copy", built, store, "--tag", "v1")
+    dsv2mk("pull", store, "v1", out, "--rank", 1)
+    assert dsv2mk("inspect", out, "--rank", 1) == dsv2mk("inspect", built, "--rank", 1)
+    for options in ([], ["--rank", 0]):
+        done = dsv2mk("inspect", out, *options)
+        assert (done.code, "rank-00.ffn.safetensors" in done.err) == (11, True)
+    assert dsv2mk("inspect", out, "--rank", 2).code == 2
+
+
 # ---- diff ----
 
 

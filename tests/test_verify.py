@@ -400,3 +400,34 @@ def test_a_damaged_sample_of_one_chunk_is_refused(
         artifact = Artifact.open(folder)
         with pytest.raises(ArtifactError, match=rf"rank-01\.{name}\.safetensors: chunk 0 "):
             load_from(artifact, 1, "sample")
+
+
+# ---- what one rank needs ----
+
+
+def test_a_folder_of_one_rank_is_verified_as_that(artifact: Path, dsv2mk: Call) -> None:
+    """As `pull --rank 1` leaves it."""
+    for path in artifact.glob("rank-00.*"):
+        path.unlink()
+    done = dsv2mk("verify", artifact, "--json")
+    assert done.code == 1
+    assert {name[:8] for name in done.json["problems"]} == {"rank-00."}
+    done = dsv2mk("verify", artifact, "--rank", 1, "--json")
+    assert (done.code, done.json["ok"], done.json["problems"]) == (0, True, {})
+    assert done.json["files"] == len(list(artifact.iterdir())) - 1  # the manifest
+    assert f"ok: {done.json['files']} files of" in dsv2mk("verify", artifact, "--rank", 1).out
+    with open(artifact / "rank-01.ffn.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    done = dsv2mk("verify", artifact, "--rank", 1, "--json")
+    assert (done.code, list(done.json["problems"])) == (1, ["rank-01.ffn.safetensors"])
+
+
+def test_a_rank_that_is_not_there_is_refused(artifact: Path, tmp_path: Path, dsv2mk: Call) -> None:
+    done = dsv2mk("verify", artifact, "--rank", 2)
+    assert (done.code, done.err) == (2, "dsv2mk: --rank: expected 0 to 1, found 2\n")
+    store = tmp_path / "store"
+    dsv2mk("publish", "--copy", artifact, store, "--tag", "v1")
+    for where in (store, f"{store}::v1"):
+        done = dsv2mk("verify", where, "--rank", 0)
+        assert (done.code, "expected an artifact's folder" in done.err) == (2, True)
