@@ -62,18 +62,19 @@ def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
             _decide(store, digest)  # its removal was cut short
     now = _now(store, dry_run)
     old = now - grace
+    leased = _leased(store, now)
     named = _named(store, now)
     result = Collected()
-    for path, info in _stale(store, min(old, now - LEASE_SECONDS)):
+    for path, info in _stale(store, min(old, now - LEASE_SECONDS), leased):
         result.others.append(path)
-        result.nbytes += info.st_blocks * 512
+        result.nbytes += _freed(info)
         if not dry_run:
             path.unlink(missing_ok=True)
     if dry_run:
         for path, info in [*_objects(store), *_trash(store)]:
             if path.name not in named and info.st_mtime <= old:
                 result.objects.append(path.name)
-                result.nbytes += info.st_size
+                result.nbytes += _freed(info)
         return result
     (store.path / "trash").mkdir(exist_ok=True)
     for path in (store.path / "trash").glob(f".*.{DYING}"):  # of a collection that was cut short
@@ -113,7 +114,7 @@ def _delete(doomed: list[tuple[Path, os.stat_result]], store: Store, result: Col
             else:
                 own.unlink()
                 result.objects.append(digest)
-                result.nbytes += info.st_size
+                result.nbytes += _freed(info)
 
 
 def remove(store: Store, name: str) -> tuple[list[str], str | None]:
@@ -204,11 +205,23 @@ def check_store(
 # ---- what is there, and who names it ----
 
 
+def _freed(info: os.stat_result) -> int:
+    """Bytes of disk that removing this name of a file frees."""
+    return min(info.st_size, info.st_blocks * 512) if info.st_nlink == 1 else 0
+
+
 def _named(store: Store, now: float) -> set[str]:
     """Every object that a bundle or a live lease names. Raises ArtifactError."""
+    named = _leased(store, now)  # first: a publish ends with its bundle there and no lease
+    for digest in store.bundle_digests(trash=True):
+        named |= _named_by(store, digest)
+    return named
+
+
+def _leased(store: Store, now: float) -> set[str]:
+    """Every object that a live lease names. Raises ArtifactError."""
     named: set[str] = set()
-    leases = store.path / "leases"  # first: a publish ends with its bundle there and no lease
-    for path, info in _files(leases, _LEASE):
+    for path, info in _files(store.path / "leases", _LEASE):
         if info.st_mtime <= now - LEASE_SECONDS:
             continue
         try:
@@ -222,8 +235,6 @@ def _named(store: Store, now: float) -> set[str]:
                 f"lease {path} is damaged: {error}", fix="Remove it if nobody publishes now"
             ) from None
         named |= set(objects)
-    for digest in store.bundle_digests(trash=True):
-        named |= _named_by(store, digest)
     return named
 
 
@@ -249,16 +260,16 @@ def _trash(store: Store) -> Iterator[tuple[Path, os.stat_result]]:
     yield from _files(store.path / "trash", DIGEST)
 
 
-def _stale(store: Store, old: float) -> Iterator[tuple[Path, os.stat_result]]:
+def _stale(store: Store, old: float, leased: set[str]) -> Iterator[tuple[Path, os.stat_result]]:
     """Parts, temporaries and leases of publishers that have died.
 
-    A publisher that lives touches them; they stay as long as its lease, however short the grace.
+    Those of a publisher that lives are touched, or its lease names their object.
     """
     folders = [store.path, *(store.path / name for name in ("bundles", "tags", "leases", "trash"))]
     for folder in [*folders, *_folders(store.path / "objects")]:
         form = _LEFT if folder.name == "leases" else _TEMPORARY
         for path, info in _files(folder, form):
-            if info.st_mtime <= old:
+            if info.st_mtime <= old and path.name.split(".")[1] not in leased:
                 yield path, info
 
 

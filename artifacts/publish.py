@@ -8,9 +8,8 @@ of ours names it.
 
 import os
 import secrets
-import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from dsv2mk.artifacts.artifact import read_manifest
 from dsv2mk.artifacts.console import message
 from dsv2mk.artifacts.files import place, sync_folder, temporary, write_whole
 from dsv2mk.artifacts.hashing import digest_of
-from dsv2mk.artifacts.share import never, ours
+from dsv2mk.artifacts.share import freeze, ours
 from dsv2mk.artifacts.store import (
     PREFIX,
     STORE_FILE,
@@ -76,10 +75,10 @@ def publish(
 ) -> Published:
     """Publish an artifact with its cubins, all or those for some architectures, under a tag.
 
-    links: where the file system can, files of `folder` become objects of the store by a second
-    name, and read-only. Raises ArtifactError if a file is missing or not what the manifest says;
-    SpaceError. In every case what the store offered before it still offers, and what is done is
-    kept.
+    links: where the file system can, files that the manifest names become objects of the store by
+    a second name, and read-only. Raises ArtifactError if a file is missing or not what the manifest
+    says; SpaceError. In every case what the store offered before it still offers, and what is done
+    is kept.
     """
     check_tag(tag)
     manifest = read_manifest(folder)
@@ -94,7 +93,7 @@ def publish(
 
         signing.load_private(sign)  # refused before anything is copied
     with space_errors(store.path, lambda: 1 << 20), _lease(store, files):
-        work = _Objects(store, files, paths, links, done)
+        work = _Objects(store, files, paths, manifest.files if links else (), done)
         work.settle()
         bundle = make_bundle(manifest, extra, _blake3(store, files) if sign else None)
         encoded = bundle.encoded
@@ -201,7 +200,7 @@ class _Objects:
         store: Store,
         files: Mapping[str, FileEntry],
         paths: Mapping[str, Path],
-        links: bool,
+        links: Collection[str],
         done: Done,
     ) -> None:
         self.copied = Copied()
@@ -229,10 +228,16 @@ class _Objects:
         openers: dict[str, tuple[Callable[[], int], FileEntry]] = {}
         for digest in there:
             path = self._store.object_place(digest)
-            with suppress(OSError):  # not ours: the lease has to do
-                os.utime(path)
+            with suppress(OSError), open(open_regular(path), "rb") as file:
+                os.utime(file.fileno())  # if it is ours; else the lease has to do
+                freeze(file.fileno())
             openers[digest] = (partial(open_regular, path), self._wanted[digest][1])
         damaged = check_files(openers, self._done)
+        for digest in there:
+            source = self._paths[self._wanted[digest][0]]
+            with suppress(OSError):
+                if not self._links and os.path.samefile(source, self._store.object_place(digest)):
+                    damaged[digest] = f"is another name of {source}"
         for digest, problem in damaged.items():
             if problem != "is missing":
                 message(f"replaced: object {self._store.object_place(digest)} {problem}")
@@ -268,13 +273,16 @@ class _Objects:
                 os.rename(part, claimed)
             except FileNotFoundError:
                 return  # `settle` looks whether the object is there
-            if os.path.samestat(os.stat(claimed), info := os.fstat(fd)):
-                with suppress(PermissionError):  # another user has begun it
-                    os.fchmod(fd, stat.S_IMODE(info.st_mode) & ~0o222)
+            if os.path.samestat(os.stat(claimed), os.fstat(fd)):
+                freeze(fd)
                 if place(claimed, path, replace=replace):
                     self._proved.add(digest)  # else `settle` hashes what has the name
             else:
                 claimed.unlink()
+
+        def may_link(info: os.stat_result) -> bool:
+            """Whether the source is the folder's own, and not what a symbolic link leads to."""
+            return name in self._links and ours(info) and os.path.samestat(info, os.lstat(source))
 
         part = path.with_name(f".{digest}.part")
         return Copy(
@@ -282,7 +290,7 @@ class _Objects:
             source=partial(open_regular, source),
             part=part,
             shared=True,
-            may_link=ours if self._links else never,
+            may_link=may_link,
             refuse=refuse,
             finish=finish,
         )

@@ -6,7 +6,8 @@ pull is taken up again; they get their final names when all of them are whole an
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +111,14 @@ def pull(
     useful = {n: e for n, e in bundle.table(manifest).items() if n in files or e.digest in digests}
     there = {name: useful[name] for name in _there(dest, bundle, useful)}
     _check_there(dest, there, done)
+    outside = _outside(dest, there)
     if trust:
+        if outside:
+            raise UsageError(
+                f"{dest / min(outside)} is a hard link to a file elsewhere",
+                expected="files of its own, with --trust",
+                fix="Name another folder",
+            )
         _check_blake3(bundle, dest, there)
     added = [name for name in files if name not in there]
     if not added:
@@ -121,8 +129,12 @@ def pull(
     dest.parent.mkdir(parents=True, exist_ok=True)
     with space_errors(dest.parent, lambda: 1 << 20), _private(dest) as folder:
         wanted = {name: files[name] for name in added}
-        own = {entry.digest: dest / name for name, entry in there.items()}
         may_link = frozen if links and not trust else never
+        own = {
+            entry.digest: dest / name
+            for name, entry in there.items()
+            if may_link is frozen or name not in outside
+        }
         copied = _fetch(store, bundle, folder, wanted, own, may_link, done)
         if trust:
             _check_blake3(bundle, folder, wanted)
@@ -150,6 +162,13 @@ def _there(dest: Path, bundle: Bundle, files: Mapping[str, FileEntry]) -> list[s
             fix="Name another folder",
         )
     return [name for name in files if os.path.lexists(dest / name)]
+
+
+def _outside(dest: Path, names: Iterable[str]) -> set[str]:
+    """Which of these files have other names than these."""
+    infos = {name: (dest / name).lstat() for name in names}
+    counts = Counter((info.st_dev, info.st_ino) for info in infos.values())
+    return {n for n, info in infos.items() if info.st_nlink > counts[info.st_dev, info.st_ino]}
 
 
 def _check_there(dest: Path, files: Mapping[str, FileEntry], done: Done) -> None:

@@ -24,7 +24,7 @@ import xxhash
 from dsv2mk.artifacts.console import size_text
 from dsv2mk.artifacts.files import start_writing, temporary
 from dsv2mk.artifacts.hashing import chunk_range, hash_range
-from dsv2mk.artifacts.share import MayLink, same, share
+from dsv2mk.artifacts.share import MayLink, ours, same, share
 from dsv2mk.artifacts.store import bad_chunk
 from dsv2mk.manifests.errors import SpaceError, UserError
 from dsv2mk.manifests.manifest import FileEntry
@@ -102,17 +102,18 @@ def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
                 file.complete()
 
     with space_errors(where, lambda: sum(map(_missing, copies))):
-        missing = sum(_missing(copy) for copy in copies if not _share(copy))
-        if missing > free_bytes(where):
-            raise no_space(where, missing)
         try:
+            missing = sum(_missing(copy) for copy in copies if not _share(copy))
+            if missing > free_bytes(where):
+                raise no_space(where, missing)
             in_threads(work, sum(len(copy.entry.chunks) for copy in copies), stop)
         finally:
             for file in opened:
                 file.close()
             for copy in copies:
                 if copy.shared and copy.how != "copied":
-                    copy.part.unlink(missing_ok=True)  # if it was not finished
+                    with suppress(OSError):
+                        copy.part.unlink()  # it was not finished
     return total
 
 
@@ -184,6 +185,7 @@ class _File:
     there: int  # bytes that the part held at the start
     left: int  # chunks to do
     by_kernel: bool = True  # copy_file_range works
+    changed: int = 0  # the target's st_mtime_ns when it was opened
 
     def copy_chunk(self, index: int, buffer: memoryview) -> bool:
         """Put a chunk into the part; whether it was there already."""
@@ -253,9 +255,23 @@ class _File:
 
     def complete(self) -> None:
         """All chunks are right: wait until they are on disk, and hand the part over."""
+        if self.copy.how == "linked":
+            self._check_again()
         os.fsync(self.target)
         self.copy.finish(self.copy.part, self.target)
         self.close()
+
+    def _check_again(self) -> None:
+        """Hash a file anew that somebody has written to, or touched, since it was opened."""
+        for _ in range(3):
+            before, self.changed = self.changed, os.fstat(self.target).st_mtime_ns
+            if before == self.changed:
+                return
+            for index, expected in enumerate(self.copy.entry.chunks):
+                start, length = chunk_range(index, self.copy.entry.size)
+                if (found := hash_range(self.target, start, length)) != expected:
+                    raise self.copy.refuse(_not(index, start, expected, found))
+        raise self.copy.refuse("it changes while it is read")
 
     def close(self) -> None:
         """Close both files; once."""
@@ -289,10 +305,18 @@ def _open(copy: Copy) -> _File:
             os.ftruncate(target, copy.entry.size)
         if copy.shared:
             os.utime(target)  # a collection takes it for one in use
+        changed = os.fstat(target).st_mtime_ns
     except BaseException:
         os.close(source)
         raise
-    return _File(copy=copy, source=source, target=target, there=there, left=len(copy.entry.chunks))
+    return _File(
+        copy=copy,
+        source=source,
+        target=target,
+        there=there,
+        left=len(copy.entry.chunks),
+        changed=changed,
+    )
 
 
 def _open_source(copy: Copy) -> int:
@@ -308,48 +332,54 @@ def _open_source(copy: Copy) -> int:
 
 
 def _open_part(copy: Copy) -> int:
-    """Open or make the part; one that is not ours to write is left to its owner."""
+    """Open or make the part; one that is not ours is left to its owner."""
     if copy.how == "linked":
-        return os.open(copy.part, os.O_RDONLY | os.O_NOFOLLOW)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(copy.part, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            copy.how = "copied"  # a collection took it for one that was left
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     for _ in range(2):
-        with suppress(PermissionError):
-            target = os.open(copy.part, flags, 0o666)
+        with suppress(FileExistsError):
+            return os.open(copy.part, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        with suppress(PermissionError, FileNotFoundError):
+            target = os.open(copy.part, flags)
             info = os.fstat(target)
-            if stat.S_ISREG(info.st_mode) and (copy.shared or info.st_nlink == 1):
+            free = ours(info) if copy.shared else info.st_nlink == 1
+            if stat.S_ISREG(info.st_mode) and free:
                 return target
-            os.close(target)  # another name of a file that is in use somewhere
+            os.close(target)  # another's, or another name of a file that is in use somewhere
         if copy.shared:
             copy.part = temporary(copy.part)
         else:
-            copy.part.unlink()
-    return os.open(copy.part, flags | os.O_EXCL, 0o666)
+            copy.part.unlink(missing_ok=True)
+    return os.open(copy.part, flags | os.O_CREAT | os.O_EXCL, 0o666)
 
 
 def _share(copy: Copy) -> bool:
-    """Let the part share the source's bytes, if there is no part yet and the file system can.
+    """Let the part share the source's bytes, if the file system can.
 
     Nothing of it is checked yet, so others must not take it for a part.
     """
     if copy.entry.size == 0:
         return False
-    source = _open_source(copy)
+    source, part = _open_source(copy), temporary(copy.part)
     try:
-        if not copy.part.exists():
-            if copy.shared and copy.may_link(os.fstat(source)):
-                os.utime(source)  # a collection takes a second name for one in use
-            part = temporary(copy.part)
-            if share(source, part, copy.may_link):
-                copy.how = "linked" if same(source, part) else "cloned"
-                if copy.shared:
-                    copy.part = part
-                else:
-                    os.rename(part, copy.part)
-        elif not copy.shared and copy.may_link(os.fstat(source)) and same(source, copy.part):
-            copy.how = "linked"  # by an earlier try
+        if not share(source, part, copy.may_link):
+            return False
+        copy.how = "linked" if same(source, part) else "cloned"
+        if copy.shared:
+            os.utime(part)
+            copy.part = part
+        else:
+            os.rename(part, copy.part)
+            part.unlink(missing_ok=True)  # both were names of one file: then nothing was done
+        return True
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     finally:
         os.close(source)
-    return copy.how != "copied"
 
 
 def _missing(copy: Copy) -> int:

@@ -330,7 +330,7 @@ def test_a_part_that_is_not_ours_is_left_alone(
     real = os.open
 
     def refusing(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_RDWR and Path(os.fsdecode(path)) == part:
+        if flags & os.O_RDWR and not flags & os.O_EXCL and Path(os.fsdecode(path)) == part:
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return real(path, flags, *rest, **more)
 

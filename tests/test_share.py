@@ -1,6 +1,5 @@
 """Files that a store shares with a folder: second names where there can be some, else copies."""
 
-import errno
 import os
 import shutil
 import stat
@@ -11,69 +10,54 @@ from typing import Any
 
 import pytest
 from helpers import Call, names
+from sharing import (
+    AS_ROOT,
+    OTHER,
+    SHARD,
+    across_file_systems,
+    beside,
+    dated,
+    flip,
+    get,
+    inodes,
+    make_source,
+    modes,
+    objects,
+    publish,
+)
 from store_children import as_user
-from stores import CHUNK, chunk_everywhere, files_of, hidden, manifest_again, offered, put, size_of
+from stores import (
+    CHUNK,
+    files_of,
+    hidden,
+    offered,
+    put,
+    size_of,
+)
 
-from dsv2mk.artifacts import collect, pull, share, signing, store_commands, transfer  # noqa: F401
-from dsv2mk.artifacts.artifact import read_manifest
+from dsv2mk.artifacts import collect, share, signing, transfer
 from dsv2mk.artifacts.store import Store
 from dsv2mk.artifacts.transfer import Copied
 from dsv2mk.manifests.errors import ArtifactError
 
-SHARD = "rank-01.ffn.safetensors"
-OTHER = 12345  # a user
-
 
 @pytest.fixture
 def source(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An artifact whose files have several chunks; equal ones are one, as in a build."""
-    old = read_manifest(artifact)
-    (artifact / "rank-01.replicated.safetensors").unlink()
-    os.link(*(artifact / f"rank-0{rank}.replicated.safetensors" for rank in (0, 1)))
-    chunk_everywhere(monkeypatch)
-    manifest_again(artifact, old)
-    return artifact
-
-
-def publish(folder: Path, store: Path, **options: Any) -> Copied:
-    return put(folder, store, **{"links": True, **options}).copied
-
-
-def get(store: Path, dest: Path, **options: Any) -> Copied:
-    opened = Store.open(store)
-    return pull.pull(opened, opened.resolve("v1"), dest, **options).copied
-
-
-def inodes(folder: Path) -> set[int]:
-    return {path.stat().st_ino for path in folder.rglob("*") if path.is_file()}
-
-
-def objects(store: Path) -> set[int]:
-    return inodes(store / "objects")
-
-
-def modes(folder: Path) -> set[int]:
-    return {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
-
-
-def flip(path: Path, at: int) -> None:
-    """Change a byte in place, as root may also of a file that is read-only."""
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
+    return make_source(artifact, monkeypatch)
 
 
 # ---- second names ----
 
 
 def test_an_artifact_becomes_objects_without_a_copy(source: Path, tmp_path: Path) -> None:
-    store, files = tmp_path / "store", files_of(source)
-    assert publish(source, store) == Copied(shared=size_of(files))
-    assert objects(store) == inodes(source)
+    store, files, copied = tmp_path / "store", files_of(source), beside(source)
+    manifest = dated(source / "manifest.json")
+    assert publish(source, store) == Copied(shared=size_of(files) - copied, written=copied)
+    assert inodes(source) - objects(store) == {(source / "manifest.json").stat().st_ino}
+    assert dated(source / "manifest.json") == manifest
     assert offered(store, "v1") == files_of(source) == files
-    assert modes(store / "objects") == modes(source) == {0o444}
+    assert modes(store / "objects") == {0o444}
+    assert modes(source) == {0o444, 0o644}
     assert hidden(store) == []
     shutil.rmtree(source)
     assert offered(store, "v1") == files
@@ -113,17 +97,16 @@ def test_copies_are_made_on_request(copied: bool, source: Path, tmp_path: Path) 
 
 
 def test_the_commands_link_unless_told(source: Path, tmp_path: Path, dsv2mk: Call) -> None:
-    size = size_of(files_of(source))
-    for option, written, kind in (("--copy", size, "shared"), (None, 0, "written")):
-        options = [option] if option else []
-        store, out = tmp_path / f"store{written}", tmp_path / f"out{written}"
-        for words in (["publish", source, store, "--tag", "v1"], ["pull", store, "v1", out]):
+    size, small = size_of(files_of(source)), beside(source)
+    for options, written in ((["--copy"], (size, size)), ([], (small, 0))):
+        store, out = tmp_path / f"store{len(options)}", tmp_path / f"out{len(options)}"
+        commands = [["publish", source, store, "--tag", "v1"], ["pull", store, "v1", out]]
+        for words, wanted in zip(commands, written, strict=True):
             done = dsv2mk(*words, *options, "--json")
             assert done.code == 0
-            assert done.json["bytes_written"] == written
-            assert done.json["bytes_shared"] == size - written
+            assert done.json["bytes_written"] == wanted
+            assert done.json["bytes_shared"] == size - wanted
             assert done.json["bytes_resumed"] == 0
-            assert done.json[f"bytes_{kind}"] == 0
     done = dsv2mk("pull", tmp_path / "store0", "v1", tmp_path / "more")
     assert ": 0 B written, 0 B taken up, " in done.out.replace("; ", ": ")
     assert done.out.rstrip().endswith(" shared")
@@ -141,22 +124,6 @@ def test_what_a_rank_lacks_is_linked_later(source: Path, tmp_path: Path) -> None
 
 
 # ---- where there is no second name ----
-
-
-def without_links(*args: Any, **options: Any) -> None:
-    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-
-def across_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`os.link` fails for what is linked by its descriptor: the names are on two file systems."""
-    real = os.link
-
-    def link(old: Any, new: Any, **options: Any) -> None:
-        if str(old).startswith("/proc/"):
-            without_links()
-        real(old, new, **options)
-
-    monkeypatch.setattr(os, "link", link)
 
 
 def of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +153,8 @@ def test_a_file_that_others_could_not_read_is_copied(source: Path, tmp_path: Pat
     (source / SHARD).chmod(0o600)
     data = (source / SHARD).read_bytes()
     done = publish(source, tmp_path / "store")
-    assert done == Copied(written=len(data), shared=size_of(files_of(source)) - len(data))
+    copied = len(data) + beside(source)
+    assert done == Copied(written=copied, shared=size_of(files_of(source)) - copied)
     assert modes(tmp_path / "store" / "objects") == {0o444}
     assert stat.S_IMODE((source / SHARD).stat().st_mode) == 0o600
 
@@ -209,7 +177,7 @@ def test_an_object_that_may_be_written_to_is_copied(source: Path, tmp_path: Path
     assert get(store, tmp_path / "out") == Copied(written=size_of(files_of(source)))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@AS_ROOT
 def test_another_user_gets_copies_of_their_own(
     source: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -229,7 +197,8 @@ def test_another_user_gets_copies_of_their_own(
         assert done.json["bytes_written"] == size
         own = ["publish", place / "out", place / "own", "--tag", "v1", "--json"]
         (done,) = as_user(OTHER, place / "log", [own])
-        assert (done.json["bytes_written"], done.json["bytes_shared"]) == (0, size)
+        small = beside(place / "out")
+        assert (done.json["bytes_written"], done.json["bytes_shared"]) == (small, size - small)
         # What the other one owns is copied, not linked, also by who may do anything.
         assert publish(place / "out", place / "third") == Copied(written=size)
     finally:
@@ -342,10 +311,9 @@ def test_a_link_that_a_pull_has_left_is_taken_for_one(source: Path, tmp_path: Pa
     os.link(tmp_path / "first" / SHARD, folder / SHARD)
     os.link(tmp_path / "first" / "config.json", folder / "rank-00.ffn.safetensors")  # no such one
     files = files_of(tmp_path / "first")
-    done = get(store, out)
-    assert done.shared + done.written == size_of(files)
-    assert done.written == len(files["rank-00.ffn.safetensors"])
+    assert get(store, out) == Copied(shared=size_of(files))
     assert files_of(out) == files == offered(store, "v1")
+    assert inodes(out) == objects(store)
 
 
 def test_a_link_that_was_left_is_no_longer_one_with_copies(source: Path, tmp_path: Path) -> None:
@@ -390,3 +358,44 @@ def test_a_collection_does_not_take_what_is_being_linked(
     publish(old, store)
     assert collected
     assert offered(store, "v1") == files_of(old)
+
+
+def test_a_collection_leaves_alone_what_a_lease_names(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However old it looks: a publisher may hash for longer than an hour."""
+    store = tmp_path / "store"
+    real, before = os.rename, []
+
+    def rename(a: Any, b: Any, **options: Any) -> None:
+        if "objects" in str(a) and not before:
+            before.extend(p for p in (store / "objects").rglob(".*") if p.is_file())
+            for path in before:
+                os.utime(path, (1_000_000, 1_000_000))
+            done = collect.collect(Store.open(store), 0.0)
+            assert done.others == []
+        real(a, b, **options)
+
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(transfer, "THREADS", 1)
+    publish(source, store)
+    assert len(before) > 5
+    assert offered(store, "v1") == files_of(source)
+    for path in before:
+        path.touch()
+        os.utime(path, (1_000_000, 1_000_000))
+    done = collect.collect(Store.open(store), 0.0)
+    assert sorted(done.others) == sorted(before)
+
+
+def test_a_collection_counts_what_it_frees(source: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish(source, store)
+    collect.remove(Store.open(store), "v1")
+    for path in (store / "objects").glob("*/*"):
+        os.utime(path, (1_000_000, 1_000_000))
+    for dry_run in (True, False):
+        done = collect.collect(Store.open(store), 0.0, dry_run=dry_run)
+        assert len(done.objects) == len(set(files_of(source).values()))
+        assert done.nbytes == beside(source)
+    assert objects(store) == set()

@@ -107,7 +107,7 @@ def test_a_publisher_that_is_killed(
         done = again.json
         counts = [done[f"bytes_{what}"] for what in ("written", "resumed", "shared", "reused")]
         assert sum(counts) == size_of(new)
-        assert how or counts[0] == 0
+        assert how or counts[0] <= len(new["manifest.json"])  # the rest is linked
         resumed += counts[1] > 0
         reused += counts[3] > 0
         assert offered(store, "v1") == new
@@ -118,7 +118,7 @@ def test_a_publisher_that_is_killed(
         assert first or offered(store, "old") == old
         assert files_of(place / "artifact") == new
     assert killed >= 50
-    assert resumed >= 5 if how else resumed == 0
+    assert resumed >= 5 or not how
     assert reused >= 10
     assert 0 < tagged < STEPS
 
@@ -197,7 +197,8 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
         def work(number: int) -> str:
             done = call("publish", sources[tag], store, "--tag", tag, "--json", *how(number))
             assert done.code == 0, done
-            assert "replaced" not in done.err
+            replaced = [line for line in done.err.splitlines() if "replaced" in line]
+            assert all(" is another name of " in line for line in replaced), replaced
             assert pulled(tag, tmp_path / f"own-{tag}", number) == 0
             verified = call("verify", f"{store}::{tag}")
             assert verified.code == 0, verified
