@@ -192,7 +192,8 @@ class _File:
         expected = self.copy.entry.chunks[index]
         start, length = chunk_range(index, self.copy.entry.size)
         if start + length <= self.there:
-            if (found := hash_range(self.target, start, length)) == expected:
+            found = self._found(index)
+            if found == expected:
                 return True
             if self.copy.how == "linked":
                 raise self.copy.refuse(_not(index, start, expected, found))
@@ -263,15 +264,26 @@ class _File:
 
     def _check_again(self) -> None:
         """Hash a file anew that somebody has written to, or touched, since it was opened."""
+        entry = self.copy.entry
         for _ in range(3):
-            before, self.changed = self.changed, os.fstat(self.target).st_mtime_ns
-            if before == self.changed:
+            info = os.fstat(self.target)
+            if info.st_size != entry.size:
+                raise self.copy.refuse(f"expected {entry.size} bytes, found {info.st_size}")
+            if info.st_mtime_ns == self.changed:
                 return
-            for index, expected in enumerate(self.copy.entry.chunks):
-                start, length = chunk_range(index, self.copy.entry.size)
-                if (found := hash_range(self.target, start, length)) != expected:
+            self.changed = info.st_mtime_ns
+            for index, expected in enumerate(entry.chunks):
+                if (found := self._found(index)) != expected:
+                    start, _ = chunk_range(index, entry.size)
                     raise self.copy.refuse(_not(index, start, expected, found))
         raise self.copy.refuse("it changes while it is read")
+
+    def _found(self, index: int) -> str:
+        """The hash of a chunk of the target."""
+        try:
+            return hash_range(self.target, *chunk_range(index, self.copy.entry.size))
+        except EOFError:
+            return "the end of the file"
 
     def close(self) -> None:
         """Close both files; once."""

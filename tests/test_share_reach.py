@@ -1,6 +1,7 @@
 """What a second name must not reach: other files, other users, a store's soundness."""
 
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
@@ -250,6 +251,28 @@ def test_a_file_that_is_written_to_after_it_was_hashed_is_not_published(
     assert hidden(store) == []
     found = {path.read_bytes() for path in (store / "objects").glob("*/*")}
     assert found <= set(files.values())
+
+
+@pytest.mark.parametrize("change", [-1, 1, CHUNK])
+@pytest.mark.parametrize("method", ["copy_chunk", "complete"])
+def test_a_file_that_gets_another_size_meanwhile_is_not_published(
+    change: int, method: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = tmp_path / "store", files_of(source)
+    real = getattr(transfer._File, method)
+
+    def changed(self: Any, *args: Any) -> Any:
+        size = self.copy.entry.size
+        if self.copy.how == "linked" and size == len(files[SHARD]):
+            os.truncate(source / SHARD, size + change)
+        return real(self, *args)
+
+    monkeypatch.setattr(transfer._File, method, changed)
+    with pytest.raises(ArtifactError, match=SHARD) as raised:
+        publish(source, store)
+    assert re.search(r"found (\d+$|the end of the file)", str(raised.value).split(". ")[0])
+    assert not (store / "tags" / "v1").exists()
+    assert hidden(store) == []
 
 
 def test_a_file_that_is_touched_meanwhile_is_hashed_again(
