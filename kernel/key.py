@@ -2,7 +2,7 @@
 
 Sources are hashed whole: all modules of this package and those of `manifests`, so that an edited
 helper is never missed. The toolchain is that of the wheels: their versions, and the digest that pip
-recorded of every file of theirs (RECORD).
+recorded of every file of theirs (RECORD), wherever they are installed.
 """
 
 import hashlib
@@ -66,8 +66,8 @@ def fingerprint() -> dict[str, str]:
             sorted(
                 line
                 for line in (wheel.read_text("RECORD") or "").splitlines()
-                if "__pycache__" not in line
-                and "INSTALLER" not in line
+                if not line.startswith(("../", "bin/"))  # programs: they begin with Python's path
+                and "__pycache__" not in line
                 and ".dist-info" not in line
             )
         )

@@ -208,6 +208,8 @@ def wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, list[str]]]:
         ("4.8.1", RECORD[:1], False),
         ("4.8.1", [*RECORD, "a/d.so,sha256=33,7"], False),
         ("4.8.1", RECORD[::-1], True),
+        ("4.8.1", ["../../../bin/tool,sha256=55,9", *RECORD], True),  # it names its own place
+        ("4.8.1", ["bin/tool,sha256=66,9", *RECORD], True),
         ("4.8.1", [*RECORD, "a/__pycache__/c.pyc,,", "a-1.dist-info/INSTALLER,sha256=4,4"], True),
     ],
 )
