@@ -210,6 +210,9 @@ class _Objects:
         self._links = links
         self._done = done
         self._wanted = unique(files)
+        self._sources: dict[str, list[Path]] = {}
+        for name, entry in files.items():
+            self._sources.setdefault(entry.digest, []).append(paths[name])
         self._proved: set[str] = set()
 
     def settle(self) -> None:
@@ -226,21 +229,19 @@ class _Objects:
     def _settle(self, todo: list[str]) -> None:
         there = [digest for digest in todo if restore(self._store, digest)]
         openers: dict[str, tuple[Callable[[], int], FileEntry]] = {}
+        damaged: dict[str, str] = {}
         for digest in there:
             path = self._store.object_place(digest)
-            with suppress(OSError), open(open_regular(path), "rb") as file:
-                os.utime(file.fileno())  # if it is ours; else the lease has to do
-                freeze(file.fileno())
+            if source := self._link_of(path, digest):
+                damaged[digest] = f"is another name of {source}"
+                continue
+            with suppress(OSError):  # not ours: the lease has to do
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                with open(fd, "rb") as file:
+                    os.utime(file.fileno())
+                    freeze(file.fileno())
             openers[digest] = (partial(open_regular, path), self._wanted[digest][1])
-        damaged = check_files(openers, self._done)
-        for digest in there:
-            source = self._paths[self._wanted[digest][0]]
-            with suppress(OSError):
-                if not self._links and os.path.samefile(source, self._store.object_place(digest)):
-                    damaged[digest] = f"is another name of {source}"
-        for digest, problem in damaged.items():
-            if problem != "is missing":
-                message(f"replaced: object {self._store.object_place(digest)} {problem}")
+        damaged |= check_files(openers, self._done)
         good = set(there) - set(damaged)
         self._proved |= good
         self.reused += sum(self._wanted[digest][1].size for digest in good)
@@ -248,10 +249,21 @@ class _Objects:
         for folder in {copy.part.parent for copy in copies}:
             folder.mkdir(parents=True, exist_ok=True)
         self.copied += transfer(copies, self._store.path, self._done)
+        for digest, problem in damaged.items():
+            if problem != "is missing":
+                message(f"replaced: object {self._store.object_place(digest)} {problem}")
         if copies:
             for folder in {copy.part.parent for copy in copies}:
                 sync_folder(folder)
             sync_folder(self._store.path / "objects")
+
+    def _link_of(self, path: Path, digest: str) -> Path | None:
+        """The source that an object is another name of, where links are not wanted."""
+        for source in self._sources[digest] if not self._links else ():
+            with suppress(OSError):
+                if os.path.samestat(os.lstat(source), os.lstat(path)):
+                    return source
+        return None
 
     def _copy(self, digest: str, *, replace: bool) -> Copy:
         name, entry = self._wanted[digest]
@@ -273,12 +285,13 @@ class _Objects:
                 os.rename(part, claimed)
             except FileNotFoundError:
                 return  # `settle` looks whether the object is there
-            if os.path.samestat(os.stat(claimed), os.fstat(fd)):
-                freeze(fd)
-                if place(claimed, path, replace=replace):
-                    self._proved.add(digest)  # else `settle` hashes what has the name
-            else:
-                claimed.unlink()
+            try:
+                if os.path.samestat(os.stat(claimed), os.fstat(fd)):
+                    freeze(fd)
+                    if place(claimed, path, replace=replace):
+                        self._proved.add(digest)  # else `settle` hashes what has the name
+            finally:
+                claimed.unlink(missing_ok=True)
 
         def may_link(info: os.stat_result) -> bool:
             """Whether the source is the folder's own, and not what a symbolic link leads to."""

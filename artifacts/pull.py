@@ -6,8 +6,9 @@ pull is taken up again; they get their final names when all of them are whole an
 
 import os
 import shutil
+import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -96,10 +97,11 @@ def pull(
 ) -> Pulled:
     """Make a folder an artifact, or add what is missing to one that is this artifact already.
 
-    links: where the file system can, read-only objects of this user get second names in `dest`;
-    never with keys to trust, since who can write to the store might change them later. Raises
-    ArtifactError for an object that is missing or damaged, or a file of `dest` that is; UsageError
-    if `dest` is something else or in use; SpaceError. In every case `dest` is as it was.
+    links: where the file system can, read-only objects of this user that the manifest names get
+    second names in `dest`. Never with keys to trust: who can write to the store might change them
+    later; then files of `dest` that have other names are refused. Raises ArtifactError for an
+    object that is missing or damaged, or a file of `dest` that is; UsageError if `dest` is
+    something else or in use; SpaceError. In every case `dest` is as it was.
     """
     bundle = trusted_bundle(store, digest, trust)
     manifest = store.manifest(bundle)
@@ -115,7 +117,7 @@ def pull(
     if trust:
         if outside:
             raise UsageError(
-                f"{dest / min(outside)} is a hard link to a file elsewhere",
+                f"{dest / min(outside)} is a link to a file elsewhere",
                 expected="files of its own, with --trust",
                 fix="Name another folder",
             )
@@ -129,13 +131,13 @@ def pull(
     dest.parent.mkdir(parents=True, exist_ok=True)
     with space_errors(dest.parent, lambda: 1 << 20), _private(dest) as folder:
         wanted = {name: files[name] for name in added}
-        may_link = frozen if links and not trust else never
+        linkable = set(manifest.files) if links and not trust else set()
         own = {
             entry.digest: dest / name
             for name, entry in there.items()
-            if may_link is frozen or name not in outside
+            if name not in outside or (linkable and not (dest / name).is_symlink())
         }
-        copied = _fetch(store, bundle, folder, wanted, own, may_link, done)
+        copied = _fetch(store, bundle, folder, wanted, own, linkable, done)
         if trust:
             _check_blake3(bundle, folder, wanted)
         _put_in_place(folder, dest, added)
@@ -165,10 +167,18 @@ def _there(dest: Path, bundle: Bundle, files: Mapping[str, FileEntry]) -> list[s
 
 
 def _outside(dest: Path, names: Iterable[str]) -> set[str]:
-    """Which of these files have other names than these."""
+    """Which of these files have other names than these, or are symbolic links.
+
+    A pull that was interrupted may have given them names in its private folder.
+    """
     infos = {name: (dest / name).lstat() for name in names}
-    counts = Counter((info.st_dev, info.st_ino) for info in infos.values())
-    return {n for n, info in infos.items() if info.st_nlink > counts[info.st_dev, info.st_ino]}
+    private = [path.lstat() for path in _outer(dest).rglob("*")]
+    counts = Counter((info.st_dev, info.st_ino) for info in [*infos.values(), *private])
+    return {
+        name
+        for name, info in infos.items()
+        if info.st_nlink > counts[info.st_dev, info.st_ino] or stat.S_ISLNK(info.st_mode)
+    }
 
 
 def _check_there(dest: Path, files: Mapping[str, FileEntry], done: Done) -> None:
@@ -235,7 +245,7 @@ def _fetch(
     folder: Path,
     wanted: Mapping[str, FileEntry],
     own: Mapping[str, Path],
-    may_link: MayLink,
+    linkable: Collection[str],
     done: Done,
 ) -> Copied:
     """Bring files into the private folder; equal ones, of several ranks, are one file."""
@@ -253,6 +263,7 @@ def _fetch(
             path.unlink()  # of another pull, or a link that is made again
 
     def of(name: str) -> Copy:
+        may_link = frozen if name in linkable else never
         return _copy(store, bundle, folder, name, wanted[name], may_link)
 
     copied = transfer([of(name) for name in single], folder, done)

@@ -52,6 +52,7 @@ class Copy:
     refuse: Callable[[str], UserError]  # the error for a source with this problem
     finish: Callable[[Path, int], object]  # the part is whole and on disk: its path, a descriptor
     how: str = "copied"  # "cloned", "linked": by `_share`
+    own: bool = False  # the part has a name that nobody else takes up
 
 
 @dataclass(kw_only=True)
@@ -111,7 +112,7 @@ def transfer(copies: list[Copy], where: Path, done: Done) -> Copied:
             for file in opened:
                 file.close()
             for copy in copies:
-                if copy.shared and copy.how != "copied":
+                if copy.own:
                     with suppress(OSError):
                         copy.part.unlink()  # it was not finished
     return total
@@ -263,7 +264,10 @@ class _File:
         self.close()
 
     def _check_again(self) -> None:
-        """Hash a file anew that somebody has written to, or touched, since it was opened."""
+        """Hash a file anew that somebody has written to, or touched, since it was opened.
+
+        One that is touched again and again is right each time: by others that publish it too.
+        """
         entry = self.copy.entry
         for _ in range(3):
             info = os.fstat(self.target)
@@ -276,7 +280,6 @@ class _File:
                 if (found := self._found(index)) != expected:
                     start, _ = chunk_range(index, entry.size)
                     raise self.copy.refuse(_not(index, start, expected, found))
-        raise self.copy.refuse("it changes while it is read")
 
     def _found(self, index: int) -> str:
         """The hash of a chunk of the target."""
@@ -354,15 +357,15 @@ def _open_part(copy: Copy) -> int:
     for _ in range(2):
         with suppress(FileExistsError):
             return os.open(copy.part, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        with suppress(PermissionError, FileNotFoundError):
+        with suppress(OSError):
             target = os.open(copy.part, flags)
             info = os.fstat(target)
-            free = ours(info) if copy.shared else info.st_nlink == 1
+            free = info.st_nlink == 1 and (ours(info) or not copy.shared)
             if stat.S_ISREG(info.st_mode) and free:
                 return target
             os.close(target)  # another's, or another name of a file that is in use somewhere
         if copy.shared:
-            copy.part = temporary(copy.part)
+            copy.part, copy.own = temporary(copy.part), True
         else:
             copy.part.unlink(missing_ok=True)
     return os.open(copy.part, flags | os.O_CREAT | os.O_EXCL, 0o666)
@@ -382,7 +385,7 @@ def _share(copy: Copy) -> bool:
         copy.how = "linked" if same(source, part) else "cloned"
         if copy.shared:
             os.utime(part)
-            copy.part = part
+            copy.part, copy.own = part, True
         else:
             os.rename(part, copy.part)
             part.unlink(missing_ok=True)  # both were names of one file: then nothing was done
@@ -397,9 +400,11 @@ def _share(copy: Copy) -> bool:
 def _missing(copy: Copy) -> int:
     """Bytes of disk that a file takes beyond what its part has."""
     try:
-        return max(0, copy.entry.size - copy.part.stat().st_blocks * 512)
+        info = copy.part.lstat()
     except OSError:
         return copy.entry.size
+    there = info.st_blocks * 512 if ours(info) or not copy.shared else 0
+    return max(0, copy.entry.size - there)
 
 
 # ---- space ----

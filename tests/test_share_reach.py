@@ -1,5 +1,6 @@
 """What a second name must not reach: other files, other users, a store's soundness."""
 
+import errno
 import os
 import re
 import stat
@@ -34,7 +35,8 @@ from stores import (
     size_of,
 )
 
-from dsv2mk.artifacts import share, signing, transfer
+from dsv2mk.artifacts import publish as publish_module
+from dsv2mk.artifacts import pull, share, signing, transfer
 from dsv2mk.artifacts.transfer import Copied
 from dsv2mk.manifests.errors import ArtifactError, SpaceError, UsageError
 from dsv2mk.manifests.layout import PARTS
@@ -156,9 +158,15 @@ def test_cubins_keep_their_dates(source: Path, tmp_path: Path) -> None:
     for age, path in enumerate(paths):
         os.utime(path, (1_000_000, 1_000_000 + age))
     before = [dated(path) for path in paths]
+    store, out = tmp_path / "store", tmp_path / "out"
     for _ in range(2):
-        publish(source, tmp_path / "store")
+        publish(source, store)
     assert [dated(path) for path in paths] == before
+    get(store, out)
+    pulled = [dated(path) for path in (out / "cubin").iterdir()]
+    for folder in (source, out):
+        publish(folder, store)
+    assert [dated(path) for path in (out / "cubin").iterdir()] == pulled
 
 
 def test_copies_take_the_place_of_links(source: Path, tmp_path: Path) -> None:
@@ -170,6 +178,33 @@ def test_copies_take_the_place_of_links(source: Path, tmp_path: Path) -> None:
     assert not objects(store) & inodes(source)
     assert put(source, store).copied == Copied()
     flip(source / SHARD, 0)
+    assert offered(store, "v1") == files
+
+
+def test_copies_take_the_place_of_every_link(source: Path, tmp_path: Path) -> None:
+    """Of equal files too, of which only one is the object; the folder is not touched."""
+    store, out = tmp_path / "store", tmp_path / "out"
+    publish(source, store)
+    get(store, out, rank=1)
+    get(store, out, links=False)
+    for path in out.iterdir():
+        path.chmod(0o644)
+    before = {path: (path.stat().st_mode, path.stat().st_mtime_ns) for path in out.iterdir()}
+    put(out, store, "v2")
+    assert not objects(store) & inodes(out)
+    assert {p: (p.stat().st_mode, p.stat().st_mtime_ns) for p in out.iterdir()} == before
+
+
+def test_what_an_object_leads_to_is_not_touched(source: Path, tmp_path: Path) -> None:
+    store, away, files = tmp_path / "store", tmp_path / "away", files_of(source)
+    put(source, store)
+    (path,) = [p for p in (store / "objects").glob("*/*") if p.read_bytes() == files[SHARD]]
+    away.write_bytes(files[SHARD])
+    path.unlink()
+    path.symlink_to(away)
+    before = dated(away)
+    put(source, store)
+    assert dated(away) == before
     assert offered(store, "v1") == files
 
 
@@ -193,13 +228,56 @@ def test_no_file_is_linked_to_one_that_is_linked_to_the_store(
     publish(source, store, sign=private)
     get(store, out, rank=0)
     if keys:
-        with pytest.raises(UsageError, match="is a hard link to a file elsewhere"):
+        with pytest.raises(UsageError, match="is a link to a file elsewhere"):
             get(store, out, trust=[public])
         return
     done = get(store, out, links=False)
     new = [out / f"rank-01.{part}.safetensors" for part in PARTS]
     assert done == Copied(written=sum(path.stat().st_size for path in new))
     assert not {path.stat().st_ino for path in new} & objects(store)
+    assert files_of(out) == files_of(source)
+
+
+def test_a_pull_with_keys_that_was_stopped_is_taken_up(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has linked what the ranks share, in its private folder."""
+    private, public = signing.make_keys(tmp_path, "key")
+    store, out = tmp_path / "store", tmp_path / "out"
+    publish(source, store, sign=private)
+    get(store, out, trust=[public], rank=0)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pull, "_put_in_place", stop)
+        with pytest.raises(KeyboardInterrupt):
+            get(store, out, trust=[public])
+    assert (out / "rank-00.replicated.safetensors").stat().st_nlink == 2
+    assert get(store, out, trust=[public], rank=0) == Copied()
+    get(store, out, trust=[public])
+    assert files_of(out) == files_of(source)
+    assert not inodes(out) & objects(store)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_symbolic_link_in_a_folder_is_not_trusted_nor_linked(
+    absolute: bool, source: Path, tmp_path: Path
+) -> None:
+    private, public = signing.make_keys(tmp_path, "key")
+    store, out = tmp_path / "store", tmp_path / "out"
+    publish(source, store, sign=private)
+    get(store, out, rank=0, trust=[public])
+    shared = out / "rank-00.replicated.safetensors"
+    data = shared.read_bytes()
+    (path,) = [p for p in (store / "objects").glob("*/*") if p.read_bytes() == data]
+    shared.unlink()
+    shared.symlink_to(path if absolute else Path("..") / path.relative_to(tmp_path))
+    with pytest.raises(UsageError, match="is a link to a file elsewhere"):
+        get(store, out, trust=[public])
+    get(store, out)
+    assert not (out / "rank-01.replicated.safetensors").is_symlink()
     assert files_of(out) == files_of(source)
 
 
@@ -275,17 +353,27 @@ def test_a_file_that_gets_another_size_meanwhile_is_not_published(
     assert hidden(store) == []
 
 
+@pytest.mark.parametrize("always", [True, False])
 def test_a_file_that_is_touched_meanwhile_is_hashed_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    always: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As another publish of the same folder does."""
+    """As other publishes of the same folder do, each time."""
     store, files = tmp_path / "store", files_of(source)
 
     def touch() -> None:
         for path in source.glob("rank-*"):
             os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
 
-    written_late(monkeypatch, touch, 5)
+    if always:
+        real = transfer._File._found
+
+        def found(self: Any, index: int) -> str:
+            touch()
+            return real(self, index)
+
+        monkeypatch.setattr(transfer._File, "_found", found)
+    else:
+        written_late(monkeypatch, touch, 5)
     publish(source, store)
     assert offered(store, "v1") == files
 
@@ -340,9 +428,51 @@ def test_a_part_of_another_user_is_left_to_them(source: Path, tmp_path: Path) ->
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     os.chown(part, OTHER, OTHER)
+    flip(source / SHARD, CHUNK)
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="chunk 1 "):
+            put(source, store)
+        assert hidden(store) == [part.name]  # no copy of ours, which nobody would take up
+    flip(source / SHARD, CHUNK)
     assert put(source, store).copied == Copied(written=len(data))
     assert part.read_bytes() == data[:CHUNK]
     assert (path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)) == (os.geteuid(), 0o444)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_object_that_cannot_be_put_in_its_place_leaves_no_names_behind(
+    links: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged object of another user, in a folder from which only they may take it."""
+    store = tmp_path / "store"
+    put(source, store)
+    size = (source / SHARD).stat().st_size
+    (path,) = [p for p in (store / "objects").glob("*/*") if p.stat().st_size == size]
+    flip(path, 3)
+
+    def refuse(*_: Any, **__: Any) -> bool:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(publish_module, "place", refuse)
+    with pytest.raises(PermissionError):
+        publish(source, store, links=links)
+    assert hidden(store) == []
+
+
+@pytest.mark.parametrize("strange", [Path.mkdir, os.mkfifo, lambda p: p.symlink_to("nowhere")])
+def test_what_is_no_part_is_left_alone(
+    strange: Callable[[Path], object], source: Path, tmp_path: Path
+) -> None:
+    store, data = tmp_path / "store", (source / SHARD).read_bytes()
+    put(source, store)
+    (path,) = [p for p in (store / "objects").glob("*/*") if p.read_bytes() == data]
+    path.unlink()
+    part = path.with_name(f".{path.name}.part")
+    strange(part)
+    before = part.lstat()
+    assert put(source, store).copied == Copied(written=len(data))
+    assert part.lstat().st_ino == before.st_ino
+    assert offered(store, "v1") == files_of(source)
 
 
 def test_a_part_that_was_left_does_not_keep_from_linking(source: Path, tmp_path: Path) -> None:
