@@ -14,7 +14,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,24 +152,33 @@ def check_files(
 
 
 def in_threads(work: Callable[[], None], count: int, stop: threading.Event) -> None:
-    """Run a function in several threads, for `count` things to do.
+    """Run a function, which ends when `stop` is set, in several threads, for `count` things to do.
 
-    The first error, or Ctrl-C, sets `stop` and is raised at the end.
+    The first error, or Ctrl-C, sets `stop` and is raised when all threads have ended: files must
+    not be closed under them.
     """
-    threads = max(1, min(THREADS, count))
-    pool = ThreadPoolExecutor(threads)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # handed to the caller below
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=run) for _ in range(max(1, min(THREADS, count)))]
     try:
-        futures = [pool.submit(work) for _ in range(threads)]
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     finally:
-        stop.set()
-        while True:
-            try:
-                pool.shutdown()
-                break
-            except KeyboardInterrupt:
-                continue  # files must not be closed under the threads
+        stop.set()  # whoever has not begun will do nothing
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            with suppress(KeyboardInterrupt):
+                alive[0].join()
+    if errors:
+        raise errors[0]
 
 
 # ---- one file ----
