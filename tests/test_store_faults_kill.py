@@ -157,12 +157,12 @@ def test_a_pull_that_is_killed(add: bool, how: list[str], place: Path, tmp_path:
         again = call(*args)
         assert again.code == 0, again
         resumed += again.json["bytes_resumed"] > 0
-        assert how or again.json["bytes_written"] == 0
+        assert how or again.json["bytes_written"] <= len(files["manifest.json"])
         assert files_of(out) == files
         assert names(out.parent) == {"out"}
     assert offered(store, "v1") == files
     assert killed >= 50
-    assert resumed >= 10 if how else resumed == 0
+    assert resumed >= 10 or not how
     assert 0 < whole < len(kills)
 
 
