@@ -76,17 +76,13 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def without_links(*args: Any, **options: Any) -> None:
-    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-
 def across_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     """`os.link` fails for what is linked by its descriptor: the names are on two file systems."""
     real = os.link
 
     def link(old: Any, new: Any, **options: Any) -> None:
         if str(old).startswith("/proc/"):
-            without_links()
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
         real(old, new, **options)
 
     monkeypatch.setattr(os, "link", link)

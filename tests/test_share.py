@@ -180,9 +180,7 @@ def test_an_object_that_may_be_written_to_is_copied(source: Path, tmp_path: Path
 
 
 @AS_ROOT
-def test_another_user_gets_copies_of_their_own(
-    source: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_another_user_gets_copies_of_their_own(source: Path) -> None:
     """Neither of them can harm the other's."""
     place = Path("/tmp") / f"share-{os.getpid()}"
     place.mkdir()
