@@ -53,7 +53,7 @@ class World:
         self._store = store
         self._what = "starting"
         self._orders = 0
-        self._watched: dict[int, tuple[int, int]] = {}  # rank -> (pidfd, pid)
+        self._watched: dict[int, tuple[int | None, int]] = {}  # rank -> (pidfd, pid)
         self._told_to_end: float | None = None
         self._looked = 0.0
         self._handler: Any = None
@@ -209,7 +209,8 @@ class World:
         if not failed:
             self._leave("done")
         for fd, _ in self._watched.values():
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
         self._watched.clear()
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
@@ -324,10 +325,10 @@ class World:
                 continue
             pid, namespace = self._wait(f"joined/{rank}", rank, until=until)
             if namespace == _namespace():
-                try:
-                    self._watched[rank] = (os.pidfd_open(pid), pid)
-                except ProcessLookupError:
-                    raise PeerError(f"rank {rank} (process {pid}) has ended") from None
+                fd = None  # it has ended since: what it told says whether that is an error
+                with suppress(ProcessLookupError):
+                    fd = os.pidfd_open(pid)
+                self._watched[rank] = (fd, pid)
 
     def _wait(self, key: str, rank: int, good: Any = None, until: float | None = None) -> Any:
         """The value of a key that `rank` sets, once it is there and good (equal, or a test)."""
@@ -418,7 +419,9 @@ def _namespace() -> str:
     return ""
 
 
-def _ended(fd: int) -> bool:
+def _ended(fd: int | None) -> bool:
+    if fd is None:
+        return True
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -333,7 +334,25 @@ def program(scenario: str, args: tuple[str, ...]) -> None:
         SCENARIOS[scenario](world, *args)
 
 
+def find_ended(rank: int) -> None:
+    """Have the others come to know of a rank's process only when that has ended."""
+    own, size, watch = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.pidfd_open
+    others = iter([other for other in range(size) if other != own])
+
+    def late(pid: int) -> int:
+        if next(others) == rank:
+            with suppress(ProcessLookupError):
+                while True:
+                    os.kill(pid, 0)
+                    time.sleep(0.01)
+        return watch(pid)
+
+    os.pidfd_open = late  # type: ignore[assignment]
+
+
 def main(args: list[str]) -> None:
+    if "RANKS_ENDED" in os.environ:
+        find_ended(int(os.environ["RANKS_ENDED"]))
     world_module.JOIN_TIMEOUT = float(os.environ.get("RANKS_JOIN", "30"))
     world_module.ANSWER_TIMEOUT = float(os.environ.get("RANKS_ANSWER", "30"))
     code = console.run(program, args)

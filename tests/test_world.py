@@ -195,6 +195,7 @@ def test_a_rank_that_differs_is_named_by_every_rank(
 # ---- a rank that fails or ends ----
 
 
+@pytest.mark.parametrize("early", [{}, {"RANKS_ENDED": "1"}], ids=["", "before-it-is-watched"])
 @pytest.mark.parametrize(
     ("kind", "code", "said"),
     [
@@ -203,12 +204,17 @@ def test_a_rank_that_differs_is_named_by_every_rank(
     ],
 )
 def test_a_rank_that_fails_is_told_of_by_the_others(
-    kind: str, code: int, said: str, launch: Launch
+    kind: str, code: int, said: str, early: dict[str, str], launch: Launch
 ) -> None:
-    ranks = launch("fail", kind, size=3)
+    ranks = launch("fail", kind, size=3, **early)
     for rank in (ranks[0], ranks[2]):
         assert rank.end() == (70, f"rank 1 failed while loading: {said}")
     assert ranks[1].end(bug=kind == "bug")[0] == code
+
+
+def test_a_rank_that_was_done_before_it_was_watched_is_no_error(launch: Launch) -> None:
+    ranks = launch("join", size=3, RANKS_ENDED="1")
+    assert [rank.end() for rank in ranks] == [(0, "")] * 3
 
 
 def test_a_rank_that_is_killed_before_decode_is_named(launch: Launch) -> None:
