@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,13 @@ def lock_folder(folder: Path) -> int:
     Raises UsageError if another process holds it.
     """
     while True:
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError:
+            with suppress(FileNotFoundError):  # removed while pathlib looked what is there
+                if not stat.S_ISDIR(folder.lstat().st_mode):
+                    raise
+            continue
         try:
             fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:

@@ -120,6 +120,41 @@ def test_the_lock_is_removed_last(few: Path, dsv2mk: Call, monkeypatch: pytest.M
     assert (partial / "journal.jsonl").read_text() == "another's"
 
 
+def test_the_folder_of_the_lock_goes_while_another_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the system's word that something is there and the look at what it is."""
+    folder, real, gone = tmp_path / PARTIAL, os.mkdir, []
+
+    def mkdir(path: Any, *args: Any) -> None:
+        try:
+            real(path, *args)
+        except FileExistsError:
+            if not gone:
+                gone.append(path)
+                os.rmdir(path)
+            raise
+
+    folder.mkdir()
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    os.close(lock_folder(folder))
+    assert gone
+
+
+@pytest.mark.parametrize(
+    "make", [Path.touch, lambda path: path.symlink_to("nowhere")], ids=["file", "link"]
+)
+def test_something_else_has_the_folder_s_name(
+    make: Callable[[Path], None], few: Path, dsv2mk: Call
+) -> None:
+    out = few / "work" / "artifact"
+    out.parent.mkdir()
+    make(out.parent / PARTIAL)
+    done = dsv2mk(*json_build(few / "snapshot", out))
+    assert done.code == 2
+    assert done.json["error"]["message"] == f"File exists: {out.parent / PARTIAL}"
+
+
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
 def test_a_file_system_without_locks(
     few: Path, dsv2mk: Call, monkeypatch: pytest.MonkeyPatch, error: int
