@@ -212,7 +212,7 @@ class World:
             if fd is not None:
                 os.close(fd)
         self._watched.clear()
-        if self._handler is not None:
+        if self._handler is not None and not failed:  # what failed is yet to be told
             signal.signal(signal.SIGTERM, self._handler)
             self._handler = None
         if self._group and not failed:  # those that are gone could not answer

@@ -112,7 +112,7 @@ class Together:
     """A kernel whose steps end once all ranks have come to them, by counters in their memory.
 
     It knows nothing but its arguments. From position `hangs` on this rank no longer comes, until
-    half as long again as the others wait for it. Runs whenever somebody looks for its end.
+    twice as long again as the others wait for it. Runs whenever somebody looks for its end.
     """
 
     def __init__(self, hangs: int | None = None) -> None:
@@ -148,7 +148,7 @@ class Together:
             until = time.monotonic() + wait
             if position == self.hangs:
                 say(hangs=position)
-                until += wait / 2
+                until += 2 * wait
             else:
                 come[given["rank"]].value += 1
             while min(one.value for one in come) <= position:
@@ -196,6 +196,11 @@ class Mapped(World):
         return Shared(
             own=memory[self.rank], addresses=addresses, multicast=0, of=memory.__getitem__
         )
+
+    def close(self, *, failed: bool = False) -> None:
+        super().close(failed=failed)
+        if os.environ.get("RANKS_LINGER") == str(self.rank):
+            time.sleep(1)
 
 
 # ---- scenarios ----
@@ -289,7 +294,7 @@ def decode(world: World, hangs: str = "none") -> None:
     at = None if hangs == "none" else int(hangs)
     kernel = Together(at if world.rank == 1 else None)
     Event.kernel, torch.cuda.Event = kernel, Event  # type: ignore[assignment,misc]
-    timeout = 20.0 if at is None else 1.0
+    timeout = 20.0 if at is None else 2.0
     with host_decoder(kernel, ranks=2, world=world, context=40, timeout=timeout) as decoder:
         if decoder.follow():
             say(position=decoder.position, epoch=decoder._epoch)

@@ -106,7 +106,7 @@ class Launch:
             process.start()
         return self.ranks
 
-    def by_torchrun(self, scenario: str, *args: object) -> list[Rank]:
+    def by_torchrun(self, scenario: str, *args: object, **env: str) -> list[Rank]:
         """Two ranks of a real one, once they have begun."""
         logs, said = self.folder / "logs", self.folder / "torchrun"
         line = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
@@ -116,7 +116,7 @@ class Launch:
                 [*line, str(PROGRAM), scenario, *map(str, args)],
                 stdout=file,
                 stderr=file,
-                env={**os.environ, "RANKS_FOLDER": str(self.folder), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **env, "RANKS_FOLDER": str(self.folder), "OMP_NUM_THREADS": "1"},
             )
         end = time.monotonic() + BOUND
         while len(found := sorted(logs.glob("**/stdout.log"))) < 2:
@@ -243,7 +243,7 @@ def test_a_rank_that_is_killed_amid_orders_is_named(who: int, launch: Launch) ->
 
 def test_a_rank_that_does_not_answer_is_named(launch: Launch) -> None:
     """It lives, and yet no longer takes orders."""
-    leader, hanging = launch("hang-amid", 1, RANKS_ANSWER="1")
+    leader, hanging = launch("hang-amid", 1, RANKS_ANSWER="5")
     code, said = leader.end()
     assert (code, said.startswith("rank 1 has not answered in time")) == (70, True)
     assert leader.said("gave") == hanging.said("took") == [0, 1, 2]
@@ -264,7 +264,7 @@ def test_followers_end_with_a_rank_0_that_had_the_store(launch: Launch) -> None:
 
 def test_a_rank_that_does_not_come_is_named(launch: Launch) -> None:
     """By whoever has waited so long first; the other may have seen that one end."""
-    ranks = launch("join", size=3, only=2, RANKS_JOIN="1")
+    ranks = launch("join", size=3, only=2, RANKS_JOIN="5")
     ended = [rank.end() for rank in ranks]
     assert [code for code, _ in ended] == [70, 70]
     gone = "|".join(f"rank {n} \\(process {ranks[n].process.pid}\\) has ended" for n in (0, 1))
@@ -285,8 +285,10 @@ def test_all_that_are_told_to_end_are_interrupted(launch: Launch) -> None:
 # ---- under torchrun itself ----
 
 
-def test_torchrun_ends_all_and_they_still_say_which_rank_failed(launch: Launch) -> None:
-    ranks = launch.by_torchrun("fail", "artifact")
+@pytest.mark.parametrize("slow", ["none", "0", "1"])
+def test_torchrun_ends_all_and_they_still_say_which_rank_failed(slow: str, launch: Launch) -> None:
+    """Also one that has left and not yet told why, when torchrun ends it."""
+    ranks = launch.by_torchrun("fail", "artifact", RANKS_LINGER=slow)
     assert launch.torchrun.wait(BOUND) != 0
     assert [rank.said("code") for rank in ranks] == [[70], [11]]
     said = "rank-01.ffn.safetensors ends early. dsv2mk verify DIR"
@@ -368,7 +370,7 @@ def test_ranks_that_hold_other_sums_are_named(launch: Launch) -> None:
 
 #: What the stand-in leaves, as the kernel's watchdog does.
 STUCK = (
-    "the kernel gave up after 1 s at position 11: rank 0, CTA 5, warp 6 waited in layer 3 for "
+    "the kernel gave up after 2 s at position 11: rank 0, CTA 5, warp 6 waited in layer 3 for "
     "route: expected 120, found 119"
 )
 
