@@ -79,8 +79,9 @@ def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
     (store.path / "trash").mkdir(exist_ok=True)
     for path in (store.path / "trash").glob(f".*.{DYING}"):  # of a collection that was cut short
         digest = path.name.split(".")[1]
-        if DIGEST.fullmatch(digest) and path.stat().st_ctime <= now - LEASE_SECONDS:
-            restore(store, digest)
+        with suppress(FileNotFoundError):  # another collection is done with it
+            if DIGEST.fullmatch(digest) and path.stat().st_ctime <= now - LEASE_SECONDS:
+                restore(store, digest)
     for path, info in _objects(store):
         if path.name not in named and info.st_mtime <= old:
             with suppress(FileNotFoundError):

@@ -390,13 +390,17 @@ def _share(copy: Copy) -> bool:
     try:
         if not share(source, part, copy.may_link):
             return False
-        copy.how = "linked" if same(source, part) else "cloned"
+        how = "linked" if same(source, part) else "cloned"
         if copy.shared:
-            os.utime(part)
+            try:
+                os.utime(part)
+            except FileNotFoundError:
+                return False  # it was as old as the source: a collection took it for one left
             copy.part, copy.own = part, True
         else:
             os.rename(part, copy.part)
             part.unlink(missing_ok=True)  # both were names of one file: then nothing was done
+        copy.how = how
         return True
     except BaseException:
         part.unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def test_what_is_young_stays(two: Path, store: Path) -> None:
     remove(Store(store), "v2")
     gone = sorted(own(two, "other", "artifact"))
     now = time.time()
-    for name, seconds in zip(gone, (59, 0, 70, 1000), strict=True):
+    for name, seconds in zip(gone, (30, 0, 90, 1000), strict=True):
         os.utime(Store(store).object_place(name), (now - seconds, now - seconds))
     assert set(gc(store, 60).objects) == set(gone[2:])
     assert set(gone[:2]) < set(objects_of(store))
@@ -306,6 +306,31 @@ def test_a_collection_that_died_is_ended_by_the_next(
     assert set(found.restored if named else found.objects) == gone
     assert list((store / "trash").iterdir()) == []
     assert set(objects_of(store)) == all_names(two / "artifact") | (gone if named else set())
+
+
+def test_another_collection_ends_what_a_third_left(
+    two: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this one goes through the same names."""
+    (store / "trash").mkdir()
+    moved = objects_of(store)
+    for path in list((store / "objects").glob("*/*")):
+        path.rename(store / "trash" / f".{path.name}.0123456789abcdef.dying")
+    later = time.time() + 2 * DAY
+    monkeypatch.setattr(collect_module, "_now", lambda *_: later)
+    real, ended = collect_module.restore, []
+
+    def restore(store: Store, digest: str) -> bool:
+        if not ended:
+            ended.append(digest)
+            gc(store.path)
+        return real(store, digest)
+
+    monkeypatch.setattr(collect_module, "restore", restore)
+    assert gc(store).objects == []
+    assert ended
+    assert objects_of(store) == moved
+    assert list((store / "trash").iterdir()) == []
 
 
 def test_verify_takes_objects_out_of_the_trash(two: Path, store: Path, dsv2mk: Call) -> None:

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from stores import (
 )
 
 from dsv2mk.artifacts import collect, share, signing, transfer
+from dsv2mk.artifacts.share import MayLink
 from dsv2mk.artifacts.store import Store
 from dsv2mk.artifacts.transfer import Copied
 from dsv2mk.manifests.errors import ArtifactError
@@ -359,6 +361,30 @@ def test_a_collection_does_not_take_what_is_being_linked(
     publish(old, store)
     assert collected
     assert offered(store, "v1") == files_of(old)
+
+
+def test_a_collection_that_looked_at_leases_before_takes_a_name_as_it_is_given(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is touched, a second name of an old file looks as if it had been left."""
+    store, real, taken = tmp_path / "store", transfer.share, 0
+
+    def share(source: int, part: Path, may_link: MayLink) -> bool:
+        nonlocal taken
+        if not real(source, part, may_link):
+            return False
+        if taken < 3:
+            stale = collect._stale(Store.open(store), time.time() - 3600, set())
+            assert [path for path, _ in stale] == [part]
+            part.unlink()
+            taken += 1
+        return True
+
+    monkeypatch.setattr(transfer, "share", share)
+    publish(old, store)
+    assert taken == 3
+    assert offered(store, "v1") == files_of(old)
+    assert hidden(store) == []
 
 
 def test_a_collection_leaves_alone_what_a_lease_names(
