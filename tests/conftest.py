@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 pytest.register_assert_rewrite("helpers", "faults", "reference_model", "reference_shards")
 
@@ -17,6 +18,9 @@ from reference_shards import SMALL, Config, Tensors, read_checkpoint  # noqa: E4
 
 from dsv2mk.artifacts.console import run  # noqa: E402
 from dsv2mk.pipeline.cli import cli  # noqa: E402
+
+settings.register_profile("unhurried", settings(deadline=None))  # a machine may stall
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)

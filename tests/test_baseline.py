@@ -282,7 +282,7 @@ def test_the_rope_table_turns_as_the_reference(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(wanted[:, 1::2], even * sin + odd * cos)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(geometries(), st.integers(1, 8))
 def test_lists_hold_all_units_that_are_always_at_work(geometry: Geometry, ranks: int) -> None:
     geometry = replace(geometry, num_attention_heads=ranks)

@@ -147,7 +147,7 @@ def test_bytes_that_are_not_canonical_are_refused(encoded: bytes) -> None:
         Bundle.parse(encoded)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, len(LITERAL) - 1), st.integers(0, 255))
 def test_a_changed_byte_is_refused_or_gives_another_bundle(place: int, value: int) -> None:
     changed = LITERAL[:place] + bytes([value]) + LITERAL[place + 1 :]
@@ -171,7 +171,7 @@ def entries(draw: st.DrawFn) -> FileEntry:
     return FileEntry(size=size, digest=draw(_HEX), chunks=tuple(chunks))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(entries(), st.lists(st.tuples(entries(), entries()), max_size=3), st.booleans())
 def test_what_is_written_is_what_is_read(
     manifest: FileEntry, cubins: list[tuple[FileEntry, FileEntry]], signed: bool

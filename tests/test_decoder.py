@@ -60,7 +60,7 @@ def expected(token: int, position: int, max_new: int, stop: frozenset[int]) -> l
 # ---- generate ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 10),
     st.integers(0, 5),

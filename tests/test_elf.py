@@ -134,7 +134,7 @@ PLACES = st.integers(5, len(FILE) - 1)
 
 # Masks leave the top bit alone, so that no offset passes 2^63: that is the test after this one.
 @pytest.mark.usefixtures("alarm")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.tuples(PLACES, st.integers(1, 127)), min_size=1, max_size=12))
 def test_flipped_bytes_are_read_or_refused(flips: list[tuple[int, int]]) -> None:
     file = bytearray(FILE)
@@ -151,7 +151,7 @@ def test_an_offset_past_63_bits_is_read_or_refused(at: int) -> None:
 
 
 @pytest.mark.usefixtures("alarm")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=400))
 def test_random_bytes_behind_the_magic_are_read_or_refused(tail: bytes) -> None:
     tail = bytes(byte & 0x7F for byte in tail)

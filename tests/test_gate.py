@@ -133,7 +133,7 @@ def test_what_is_no_number_fails(value: float) -> None:
             assert (found["relative_error"], found["largest_difference"]) == (None, None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(-8, 8), st.integers(-8, 8)), min_size=1, max_size=9))
 def test_facts_are_those_of_plain_arithmetic(pairs: list[tuple[int, int]]) -> None:
     got, want = ([pair[side] / 4 for pair in pairs] for side in (0, 1))

@@ -124,7 +124,7 @@ def test_both_spellings_of_rope_are_one(case: str) -> None:
     assert read == Geometry.from_config(old | in_parameters(scaling, theta))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(geometries())
 def test_a_geometry_survives_its_json(geometry: Geometry) -> None:
     encoded = canonical_json(geometry.to_json())

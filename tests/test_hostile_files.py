@@ -162,9 +162,7 @@ def valid_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return path, path.read_bytes()
 
 
-@settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_flipped_bytes_raise_nothing_else(
     valid_file: tuple[Path, bytes], data: st.DataObject

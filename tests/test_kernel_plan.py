@@ -223,7 +223,7 @@ def test_units_at_work_in_the_presets(name: str, ranks: int) -> None:
 # ---- other geometries ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plans())
 def test_any_accepted_geometry_has_a_sound_plan(plan: Plan) -> None:
     check_plan(plan)

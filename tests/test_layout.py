@@ -30,7 +30,7 @@ def groups_of_ranks(draw: st.DrawFn) -> tuple[Geometry, Topology]:
     return geometry, Topology(ranks=ranks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups_of_ranks())
 def test_every_unit_head_and_vocabulary_row_has_one_owner(pair: tuple[Geometry, Topology]) -> None:
     geometry, topology = pair
@@ -63,7 +63,7 @@ def test_every_unit_head_and_vocabulary_row_has_one_owner(pair: tuple[Geometry, 
         assert start == end or start == rank * stored  # where a reader looks for it
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups_of_ranks())
 def test_parts_have_no_holes_and_aligned_tensors(pair: tuple[Geometry, Topology]) -> None:
     item = {"BF16": 2, "F8_E4M3": 1, "F32": 4, "I32": 4}
@@ -81,7 +81,7 @@ def test_parts_have_no_holes_and_aligned_tensors(pair: tuple[Geometry, Topology]
         assert seen == len(layout.tensors)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(groups_of_ranks())
 def test_layouts_hold_the_whole_checkpoint(pair: tuple[Geometry, Topology]) -> None:
     """Each checkpoint tensor is an origin, and stored elements are its elements plus padding."""
@@ -155,7 +155,7 @@ def test_token_bytes_of_deepseek_v2(ranks: int, shown: str) -> None:
         assert f"{layout.token_bytes() / 1e9:.3g}" == shown
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups_of_ranks())
 def test_token_bytes_equal_another_count(pair: tuple[Geometry, Topology]) -> None:
     geometry, topology = pair
@@ -167,7 +167,7 @@ def test_token_bytes_equal_another_count(pair: tuple[Geometry, Topology]) -> Non
 # ---- jobs ----
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups_of_ranks())
 def test_jobs_write_every_byte_once(pair: tuple[Geometry, Topology]) -> None:
     geometry, topology = pair

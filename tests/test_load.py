@@ -43,7 +43,7 @@ def layout_of(config: dict[str, Any], ranks: int = 1, rank: int = 0) -> RankLayo
 # ---- sizes ----
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(geometries(), st.data())
 def test_sizes_are_those_of_the_tensors(geometry: Geometry, data: st.DataObject) -> None:
     heads = geometry.num_attention_heads
@@ -76,7 +76,7 @@ def source(path: Path, start: int, end: int, target: Any = None, **given: Any) -
     return Source(path=path, label=str(path), start=start, end=end, target=target, **given)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 100), st.booleans()), max_size=4),
     st.integers(1, 20),

@@ -276,7 +276,7 @@ def test_nesting_near_the_limit_of_recursion_is_no_traceback() -> None:
     assert refused_at == list(range(refused_at[0], 1001))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.binary(min_size=1, max_size=1))))
 def test_a_manifest_with_changed_bytes_is_refused_or_is_another(edits: list[Any]) -> None:
     encoded = bytearray(VALID)

@@ -286,7 +286,7 @@ def test_a_part_that_is_too_long_or_nonsense_does_no_harm(chunky: Path, tmp_path
     assert hidden(store) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_whatever_a_part_holds_the_object_is_right(
     data: st.DataObject, shared: Path, tmp_path_factory: pytest.TempPathFactory

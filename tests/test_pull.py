@@ -242,7 +242,7 @@ def test_a_link_that_was_left_is_not_written_through(
     assert files_of(out) == files
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_whatever_was_left_the_result_is_right(
     data: st.DataObject, shared: Path, tmp_path_factory: pytest.TempPathFactory

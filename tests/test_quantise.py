@@ -214,7 +214,7 @@ def test_edge_blocks(device: str, shape: tuple[int, int]) -> None:
     check(values.float().numpy(), device)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 130),
     columns=st.integers(1, 400),
@@ -237,7 +237,7 @@ def test_both_paths_agree_on_random_bits(
         assert np.array_equal(again[1], scales)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 130),
     columns=st.integers(1, 300),
@@ -333,7 +333,7 @@ def placements(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return rows, columns, row_stride, block_stride
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(placements(), st.sampled_from(["bf16", "bf16 by torch", "fp32"]), st.integers(0, 1 << 32))
 def test_bytes_go_where_the_strides_say_and_nowhere_else(
     placement: tuple[int, int, int, int], path: str, seed: int

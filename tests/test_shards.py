@@ -61,7 +61,6 @@ def check_geometry(folder: Path, config: dict[str, Any], dtype: str, workers: in
 
 # Without shrinking: each example is six builds, and small as it is.
 _SETTINGS = {
-    "deadline": None,
     "phases": [Phase.explicit, Phase.reuse, Phase.generate],
     "suppress_health_check": [HealthCheck.too_slow],
 }

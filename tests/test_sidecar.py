@@ -276,7 +276,7 @@ VALUES = st.recursive(
 NAMES = st.sampled_from([name for name in good() if name != "key"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(NAMES, VALUES)
 def test_any_value_of_a_field_is_read_or_refused(name: str, value: object) -> None:
     data = {**good(), name: value}

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,13 +162,13 @@ def test_a_pull_that_is_killed(add: bool, how: list[str], place: Path, tmp_path:
         assert files_of(out) == files
         assert names(out.parent) == {"out"}
     assert offered(store, "v1") == files
-    assert killed >= 50
+    assert killed >= min(50, steps)  # those at steps are sure
     assert resumed >= 10 or not how
     assert 0 < whole < len(kills)
 
 
 def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
-    """Two publish, prove and remove what shares shards; one collects; one reads what stays.
+    """Two publish, prove and remove what shares shards; two collect; one reads what stays.
 
     Every other time files are linked rather than copied.
 
@@ -206,6 +207,7 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
             if number % 4 != 3:
                 removed = call("rm", store, tag)
                 assert removed.code == 0, removed
+                time.sleep(0.1 * (number % 2))  # at times both are gone, with what they share
             if done.json["bytes_shared"]:
                 return "linked"
             return "copied" if done.json["bytes_written"] >= shard else "reused"
@@ -223,10 +225,11 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
         assert verified.code == 0, verified
         return str(pulled(("p0", "p1")[number % 2], tmp_path / "maybe", number))
 
-    works = {"p0": publishes("p0"), "p1": publishes("p1"), "gc": collects, "reader": reads}
+    works = {"p0": publishes("p0"), "p1": publishes("p1"), "gc": collects, "gc2": collects}
+    works |= {"reader": reads}
     logs = {name: tmp_path / f"{name}.json" for name in works}
     pids = [loop(work, seconds, logs[name]) for name, work in works.items()]
-    assert [wait(pid) for pid in pids] == [0] * 4
+    assert [wait(pid) for pid in pids] == [0] * 5
     counts = {name: json.loads(log.read_text()) for name, log in logs.items()}
     print(json.dumps(counts))
     assert min(sum(found.values()) for found in counts.values()) >= 20, counts

@@ -19,7 +19,7 @@ from helpers import (
     small_config,
     tiny_config,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_model import count_experts, decode, hf_logits, random_tokens
 from safetensors.torch import load_file
@@ -234,7 +234,6 @@ BYTES = Tokenizer.from_str(json.dumps(byte_tokenizer(500, {"bos_token_id": 256})
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_tokens_are_the_bytes_of_a_text(text: str) -> None:
     ids = BYTES.encode(text).ids
     assert ids == list(text.encode())
@@ -242,7 +241,6 @@ def test_tokens_are_the_bytes_of_a_text(text: str) -> None:
 
 
 @given(st.binary())
-@settings(deadline=None)
 def test_any_bytes_decode_as_utf8_does(data: bytes) -> None:
     assert BYTES.decode(list(data)) == data.decode(errors="replace")
 
