@@ -107,6 +107,12 @@ class Artifact:
             return self.path / name
         return self.store.object_path(self.entries[name].digest)
 
+    def open_file(self, name: str) -> int:
+        """A descriptor of a file. Raises OSError."""
+        if self.store is None:
+            return os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK)
+        return self.store.open_object(self.entries[name].digest)
+
     def label(self, name: str) -> str:
         """A file as messages name it."""
         if self.store is None:
@@ -183,12 +189,13 @@ class Artifact:
         """What is wrong with a file's size or header, or None."""
         entry = self.manifest.files[name]
         try:
-            path = self.file_path(name)
-            size = path.stat().st_size
-            if size != entry.size:
-                return f"expected {entry.size} bytes, found {size}"
-            if name in self._shards and read_header(path).encoded != self._shards[name].header:
-                return "the header is not what the manifest gives"
+            with open(self.open_file(name), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    return f"expected {entry.size} bytes, found {size}"
+                shard = self._shards.get(name)
+                if shard and read_header(os.dup(file.fileno())).encoded != shard.header:
+                    return "the header is not what the manifest gives"
         except ContainerError as error:
             return str(error)
         except OSError as error:
@@ -200,7 +207,7 @@ class Artifact:
         spec = self.layouts[rank].tensors[name]
         file_name, start = self.locate(rank, spec)
         before = start % mmap.ALLOCATIONGRANULARITY
-        with open(self.file_path(file_name), "rb") as file:
+        with open(self.open_file(file_name), "rb") as file:
             mapping = mmap.mmap(
                 file.fileno(), before + spec.nbytes, access=mmap.ACCESS_READ, offset=start - before
             )
@@ -239,17 +246,19 @@ class Artifact:
         )
 
     def _hash_problem(self, name: str, sample: float, done: Callable[[int], object]) -> str | None:
-        path, entry = self.file_path(name), self.own_files[name]
+        entry = self.own_files[name]
         wanted = self._sampled(name, sample)
         try:
             if self.signed:
                 from dsv2mk.artifacts.signing import blake3_chunks
 
-                hashes = dict(enumerate(blake3_chunks(path, entry.size)))
+                hashes = dict(
+                    enumerate(blake3_chunks(self.open_file(name), entry.size, self.label(name)))
+                )
                 done(entry.size)
             else:
                 hashes = {}
-            with open(path, "rb") as file:
+            with open(self.open_file(name), "rb") as file:
                 for index, expected in wanted.items():
                     start, length = chunk_range(index, entry.size)
                     if not self.signed:

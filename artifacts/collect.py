@@ -14,7 +14,6 @@ and leases are read once more: from then on no publish can begin to rely on it.
 
 import os
 import re
-import secrets
 import stat
 import tempfile
 import time
@@ -24,9 +23,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dsv2mk.artifacts.files import place
+from dsv2mk.artifacts.files import place, temporary
 from dsv2mk.artifacts.hashing import sampled
-from dsv2mk.artifacts.publish import LEASE_SECONDS, restore
+from dsv2mk.artifacts.publish import LEASE_SECONDS, put_back, restore
 from dsv2mk.artifacts.store import DIGEST, DYING, Store, read_regular
 from dsv2mk.artifacts.transfer import Done, check_files
 from dsv2mk.manifests.bundle import Bundle
@@ -34,8 +33,6 @@ from dsv2mk.manifests.canonical import parse_object
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.manifests.manifest import FileEntry
 
-#: How often a bundle is looked for that others take to the trash and back.
-_LOOKS = 10
 _TEMPORARY = re.compile(r"\..+\.(part|tmp)")
 _LEASE = re.compile(r"[0-9a-f]{32}\.json")
 _LEFT = re.compile(f"{_TEMPORARY.pattern}|{_LEASE.pattern}")
@@ -57,9 +54,11 @@ def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
     Raises ArtifactError, before anything is removed, for a bundle, manifest or lease that is
     damaged: nobody can know what it names.
     """
-    for digest in [] if dry_run else store.bundle_digests(trash=True):
-        if store.trash_place(f"{digest}.json").exists():
-            _decide(store, digest)  # its removal was cut short
+    for digest in [] if dry_run else store.bundle_digests():
+        for trashed in store.trashed(f"{digest}.json"):
+            _decide(store, digest, trashed)  # its removal was cut short
+    for trashed in [] if dry_run else store.trashed("*.sig"):
+        _drop_signature(store, trashed, trashed.name[1:].rsplit(".", 2)[0])
     now = _now(store, dry_run)
     old = now - grace
     leased = _leased(store, now)
@@ -81,7 +80,7 @@ def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
         digest = path.name.split(".")[1]
         with suppress(FileNotFoundError):  # another collection is done with it
             if DIGEST.fullmatch(digest) and path.stat().st_ctime <= now - LEASE_SECONDS:
-                restore(store, digest)
+                put_back(store, path, store.object_place(digest))
     for path, info in _objects(store):
         if path.name not in named and info.st_mtime <= old:
             with suppress(FileNotFoundError):
@@ -89,10 +88,10 @@ def collect(store: Store, grace: float, *, dry_run: bool = False) -> Collected:
     trash = list(_trash(store))
     named = _named(store, _now(store, dry_run))
     for path, info in trash:
-        if (path.name in named or info.st_mtime > old) and restore(store, path.name):
-            result.restored.append(path.name)
-            if _same(path, info):
-                path.unlink(missing_ok=True)  # it was there twice
+        if path.name in named or info.st_mtime > old:
+            put_back(store, path, store.object_place(path.name))
+            if restore(store, path.name):
+                result.restored.append(path.name)
     left = [(path, info) for path, info in trash if path.name not in named and _same(path, info)]
     _delete([(path, info) for path, info in left if info.st_mtime <= old], store, result)
     return result
@@ -102,7 +101,7 @@ def _delete(doomed: list[tuple[Path, os.stat_result]], store: Store, result: Col
     """Delete objects of the trash, if still nobody names them once no other process sees them."""
     claimed = []
     for path, info in doomed:
-        own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.{DYING}")
+        own = store.dying(path.name)
         with suppress(FileNotFoundError):
             os.rename(path, own)
             claimed.append((path.name, own, info))
@@ -123,39 +122,69 @@ def remove(store: Store, name: str) -> tuple[list[str], str | None]:
 
     The tags and the bundle that were removed. Objects stay until a collection. UserError.
     """
+    found: object = None
     if name in store.tag_names():
-        found, gone = store.tags().get(name), [name]
+        gone = [name]
+        if isinstance(store.tags().get(name), str):
+            found = _untag(store, name)
+        else:  # it is damaged
+            (store.path / "tags" / name).unlink(missing_ok=True)
     else:
         found = store.resolve(name)
-        gone = [tag for tag, digest in store.tags().items() if digest == found]
-    for tag in gone:
-        (store.path / "tags" / tag).unlink(missing_ok=True)
+        named = [tag for tag, digest in store.tags().items() if digest == found]
+        gone = [tag for tag in named if _untag(store, tag, found)]
     if not isinstance(found, str) or found in store.tags().values():
-        return gone, None  # a damaged tag names nothing
-    (store.path / "trash").mkdir(exist_ok=True)
-    path = store.bundle_place(found)
-    try:
-        os.rename(path, store.trash_place(path.name))
-    except FileNotFoundError:
         return gone, None
-    return gone, found if _decide(store, found) else None
+    (store.path / "trash").mkdir(exist_ok=True)
+    removed = store.has_bundle(found) and _decide(store, found, store.bundle_place(found))
+    return gone, found if removed else None
 
 
-def _decide(store: Store, digest: str) -> bool:
-    """Delete a bundle that is in the trash; or put it back, if it was tagged meanwhile.
+def _untag(store: Store, tag: str, only: str | None = None) -> str | None:
+    """Remove a tag, or only if it names a certain bundle; what it named, None if it stays."""
+    path = store.path / "tags" / tag
+    own = temporary(path)
+    with suppress(FileNotFoundError):
+        os.rename(path, own)
+        with suppress(ArtifactError):
+            found = store.tag(own.name)
+            if only in (None, found):
+                own.unlink()
+                return found
+        place(own, path)  # it has moved on since
+    return None
 
-    Whoever sets a tag looks afterwards whether the bundle is where it belongs. So either the tag
-    is seen here, or it is seen there that the bundle is not in its place.
+
+def _drop_signature(store: Store, path: Path, name: str) -> None:
+    """Delete a signature, unless its bundle is there."""
+    own = store.dying(name)
+    with suppress(FileNotFoundError):
+        os.rename(path, own)
+        if store.bundle_place(name.split(".")[0]).exists():
+            place(own, store.path / "bundles" / name)
+        else:
+            own.unlink()
+
+
+def _decide(store: Store, digest: str, where: Path) -> bool:
+    """Delete a bundle that lies in the trash or in its place; or put it back, if it is tagged.
+
+    It is decided under a name that no other process has. Whoever sets a tag looks afterwards
+    whether the bundle is where it belongs. So either the tag is seen here, or it is seen there that
+    the bundle is not in its place.
     """
     path = store.bundle_place(digest)
+    own = store.dying(path.name)
     with suppress(FileNotFoundError):
+        os.rename(where, own)
         if digest in store.tags().values():
-            place(store.trash_place(path.name), path)
+            place(own, path)
             return False
-        store.trash_place(path.name).unlink()
-    if not path.exists():
-        for signature in store.signature_places(digest):
-            signature.unlink(missing_ok=True)
+        own.unlink()
+    if path.exists():
+        return False
+    for signature in store.signature_places(digest):
+        _drop_signature(store, signature, signature.name)
     return True
 
 
@@ -170,24 +199,22 @@ def check_store(
     With `sample` below 100 only that percentage of each object's chunks is read, at least one.
     """
     problems: dict[str, str] = {}
-    users: dict[str, list[str]] = {}
+    users: dict[str, list[tuple[str, str]]] = {}
     entries: dict[str, FileEntry] = {}
-    bundles = [only.digest] if only is not None else store.bundle_digests()
-    for digest in bundles:
+    for bundle in [only.digest] if only is not None else store.bundle_digests():
         try:
-            files = store.files(store.bundle(digest))
+            files = store.files(only) if only else store.if_there(bundle, store.files)
         except ArtifactError as error:
-            if store.has_bundle(digest):
-                problems[str(store.bundle_place(digest))] = str(error)
+            problems[str(store.bundle_place(bundle))] = str(error)
             continue
-        for name, entry in files.items():
+        for name, entry in (files or {}).items():
             entries[entry.digest] = entry
-            users.setdefault(entry.digest, []).append(f"{name} of bundle {digest}")
+            users.setdefault(entry.digest, []).append((name, bundle))
     if only is None:
         for tag, found in store.tags().items():
             if isinstance(found, ArtifactError):
                 problems[str(store.path / "tags" / tag)] = str(found)
-            elif not store.has_bundle(found):
+            elif store.dangling(tag, found):
                 problems[str(store.path / "tags" / tag)] = f"names bundle {found}, which is missing"
     for digest in entries:
         if not store.object_place(digest).exists():
@@ -198,8 +225,15 @@ def check_store(
         return sampled(len(entry.chunks), sample)
 
     openers = {d: (partial(store.open_object, d), entry) for d, entry in entries.items()}
-    for digest, problem in sorted(check_files(openers, done, chosen).items()):
-        problems[str(store.object_place(digest))] = f"{problem}; it is {', '.join(users[digest])}"
+    bad = check_files(openers, done, chosen)
+    missing = {digest: openers[digest] for digest in bad if bad[digest] == "is missing"}
+    again = check_files(missing, indices=chosen)  # others may have published them again
+    for digest in sorted(bad):
+        living = [use for use in users[digest] if only is not None or store.has_bundle(use[1])]
+        problem = again.get(digest) if digest in missing else bad[digest]
+        if living and problem is not None:
+            where = ", ".join(f"{name} of bundle {bundle}" for name, bundle in living)
+            problems[str(store.object_place(digest))] = f"{problem}; it is {where}"
     return len(entries), problems
 
 
@@ -214,7 +248,7 @@ def _freed(info: os.stat_result) -> int:
 def _named(store: Store, now: float) -> set[str]:
     """Every object that a bundle or a live lease names. Raises ArtifactError."""
     named = _leased(store, now)  # first: a publish ends with its bundle there and no lease
-    for digest in store.bundle_digests(trash=True):
+    for digest in store.bundle_digests():
         named |= _named_by(store, digest)
     return named
 
@@ -241,15 +275,8 @@ def _leased(store: Store, now: float) -> set[str]:
 
 def _named_by(store: Store, digest: str) -> set[str]:
     """Objects of a bundle; none if it is removed. One that is on the move is looked for again."""
-    for attempt in range(_LOOKS):
-        try:
-            return {entry.digest for entry in store.files(store.bundle(digest)).values()}
-        except ArtifactError:
-            if not store.has_bundle(digest):
-                break
-            if attempt == _LOOKS - 1:
-                raise
-    return set()
+    files = store.if_there(digest, store.files) or {}
+    return {entry.digest for entry in files.values()}
 
 
 def _objects(store: Store) -> Iterator[tuple[Path, os.stat_result]]:

@@ -56,8 +56,8 @@ class Header:
     file_size: int
 
 
-def read_header(path: Path) -> Header:
-    """Read and check a header; no tensor data is read.
+def read_header(path: Path | int) -> Header:
+    """Read and check the header of a file, or of an open one, which is closed; no tensor data.
 
     Raises ContainerError for any file that the safetensors format does not allow (a length beyond
     the file, no UTF-8 or JSON, duplicate names, offsets that overlap, leave holes or do not end

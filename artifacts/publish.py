@@ -95,17 +95,18 @@ def publish(
     with space_errors(store.path, lambda: 1 << 20), _lease(store, files):
         work = _Objects(store, files, paths, manifest.files if links else (), done)
         work.settle()
-        bundle = make_bundle(manifest, extra, _blake3(store, files) if sign else None)
-        encoded = bundle.encoded
-        for _ in range(_ATTEMPTS):
-            put_bundle(store, encoded, sign)
-            work.settle()
-            set_tag(store, tag, bundle.digest)
-            # Whoever has removed the bundle before the tag was there did not see the tag.
-            if store.bundle_place(bundle.digest).exists():
-                break
-        else:
-            raise UsageError(f"others keep removing bundle {bundle.digest} of {store.path}")
+        bundle = make_bundle(manifest, extra)
+        signatures: dict[str, bytes] = {}
+        if sign is not None:
+            hashes = None
+            while hashes is None:
+                with suppress(FileNotFoundError):  # we slept, and a collection took one
+                    hashes = _blake3(store, files)
+                work.settle()
+            bundle = make_bundle(manifest, extra, hashes)
+            key, signature = signing.sign(bundle.encoded, sign)
+            signatures[f"{bundle.digest}.{key}.sig"] = signature
+        _offer(store, bundle, signatures, tag, work.settle)
     return Published(bundle=bundle, files=files, copied=work.copied, reused=work.reused)
 
 
@@ -145,51 +146,81 @@ def retag(store: Store, digest: str, name: str) -> None:
     """Let a tag name a bundle that is there. Raises ArtifactError if it is damaged."""
     bundle = store.bundle(digest)
     files = store.files(bundle)
-    with _lease(store, files):
+    signatures: dict[str, bytes] = {}
+    for path in store.signature_places(digest):
+        with suppress(OSError):  # it is being removed
+            signatures[path.name] = read_regular(path)
+
+    def settle() -> None:
         for object_digest, (file, entry) in unique(files).items():
             if not restore(store, object_digest):
                 raise store.damage(bundle, file, entry, "is missing")
-        for _ in range(_ATTEMPTS):
-            set_tag(store, name, digest)
-            if store.bundle_place(digest).exists():
-                return
-            put_bundle(store, bundle.encoded)
-    raise UsageError(f"others keep removing bundle {digest} of {store.path}")
+
+    with _lease(store, files):
+        _offer(store, bundle, signatures, name, settle)
 
 
-def put_bundle(store: Store, encoded: bytes, sign: Path | None = None) -> str:
-    """Write a bundle, unless it is there, and sign it; its name."""
-    bundle = Bundle.parse(encoded)
-    path = store.bundle_place(bundle.digest)
+def _offer(
+    store: Store,
+    bundle: Bundle,
+    signatures: Mapping[str, bytes],
+    tag: str,
+    settle: Callable[[], object],
+) -> None:
+    """Let a tag name a bundle that is there, with its signatures; `settle` sees to its objects."""
+    places = [store.bundle_place(bundle.digest)]
+    places += [store.path / "bundles" / name for name in signatures]
+    for _ in range(_ATTEMPTS):
+        settle()  # a bundle is not written before what it names is there
+        put_bundle(store, bundle.encoded, signatures)
+        settle()  # from now on no collection takes any of it
+        set_tag(store, tag, bundle.digest)
+        # Whoever has removed the bundle before the tag was there did not see the tag.
+        if all(place.exists() for place in places):
+            return
+    raise UsageError(f"others keep removing bundle {bundle.digest} of {store.path}")
+
+
+def put_bundle(store: Store, encoded: bytes, signatures: Mapping[str, bytes] | None = None) -> None:
+    """Write a bundle and, before it, its signatures (by file name), unless they are there."""
+    path = store.bundle_place(Bundle.parse(encoded).digest)
     path.parent.mkdir(exist_ok=True)
-    try:
-        there = read_regular(path)
-    except FileNotFoundError:
-        write_whole(path, encoded)
-    except OSError:
-        write_whole(path, encoded, replace=True)
-    else:
-        if there != encoded:
-            message(f"replaced: bundle {path} was damaged")
-            write_whole(path, encoded, replace=True)
-    if sign is not None:
-        from dsv2mk.artifacts import signing
-
-        key, signature = signing.sign(encoded, sign)
-        write_whole(path.with_name(f"{bundle.digest}.{key}.sig"), signature, replace=True)
+    wanted = {path.with_name(name): data for name, data in (signatures or {}).items()}
+    for file, data in [*wanted.items(), (path, encoded)]:
+        try:
+            there = read_regular(file)
+        except FileNotFoundError:
+            write_whole(file, data)
+        except OSError:
+            write_whole(file, data, replace=True)
+        else:
+            if there != data:
+                message(f"replaced: {file} was damaged")
+                write_whole(file, data, replace=True)
     sync_folder(path.parent)
-    return bundle.digest
 
 
 def restore(store: Store, digest: str) -> bool:
     """Put back an object that a collection has set aside; whether it is where it belongs."""
     path = store.object_place(digest)
-    if not path.exists():
+    for _ in range(4):  # it may be on the move
+        if path.exists():
+            return True
         for trashed in store.trashed(digest):
-            with suppress(FileNotFoundError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                place(trashed, path)
+            put_back(store, trashed, path)
     return path.exists()
+
+
+def put_back(store: Store, trashed: Path, path: Path) -> None:
+    """Put back what may lie in the trash; it is deleted if there is another in its place.
+
+    On the way it has a name that nobody else has: a third may come to the name in the trash.
+    """
+    own = store.dying(path.name)
+    with suppress(FileNotFoundError):
+        os.rename(trashed, own)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place(own, path)
 
 
 class _Objects:
@@ -290,6 +321,8 @@ class _Objects:
                     freeze(fd)
                     if place(claimed, path, replace=replace):
                         self._proved.add(digest)  # else `settle` hashes what has the name
+            except FileNotFoundError:
+                pass  # we slept, and a collection took it for one left
             finally:
                 claimed.unlink(missing_ok=True)
 
@@ -394,7 +427,9 @@ def _blake3(store: Store, files: Mapping[str, FileEntry]) -> dict[str, list[str]
     from dsv2mk.artifacts import signing
 
     hashes = {
-        digest: signing.blake3_chunks(store.object_path(digest), entry.size)
+        digest: signing.blake3_chunks(
+            store.open_object(digest), entry.size, store.object_place(digest)
+        )
         for digest, (_, entry) in unique(files).items()
     }
     return {name: hashes[entry.digest] for name, entry in files.items()}

@@ -111,18 +111,25 @@ def pull(
     digests = {entry.digest for entry in files.values()}
     # What another rank shares with ours is linked.
     useful = {n: e for n, e in bundle.table(manifest).items() if n in files or e.digest in digests}
-    there = {name: useful[name] for name in _there(dest, bundle, useful)}
-    _check_there(dest, there, done)
-    outside = _outside(dest, there)
-    if trust:
-        if outside:
-            raise UsageError(
-                f"{dest / min(outside)} is a link to a file elsewhere",
-                expected="files of its own, with --trust",
-                fix="Name another folder",
-            )
-        _check_blake3(bundle, dest, there)
-    added = [name for name in files if name not in there]
+    there: dict[str, FileEntry] = {}
+
+    def look() -> tuple[set[str], list[str]]:
+        """Check what is there and was not checked; what lies elsewhere, and what is missing."""
+        new = {n: useful[n] for n in _there(dest, bundle, useful) if n not in there}
+        _check_there(dest, new, done)
+        there.update(new)
+        outside = _outside(dest, there)
+        if trust:
+            if outside:
+                raise UsageError(
+                    f"{dest / min(outside)} is a link to a file elsewhere",
+                    expected="files of its own, with --trust",
+                    fix="Name another folder",
+                )
+            _check_blake3(bundle, dest, new)
+        return outside, [name for name in files if name not in there]
+
+    outside, added = look()
     if not added:
         if _outer(dest).exists():  # of a pull that died when all was in place
             with suppress(UsageError, OSError), _private(dest):
@@ -130,6 +137,7 @@ def pull(
         return Pulled(bundle=bundle, files=files, added=(), copied=Copied())
     dest.parent.mkdir(parents=True, exist_ok=True)
     with space_errors(dest.parent, lambda: 1 << 20), _private(dest) as folder:
+        outside, added = look()  # another pull may have ended since
         wanted = {name: files[name] for name in added}
         linkable = set(manifest.files) if links and not trust else set()
         own = {
@@ -140,7 +148,8 @@ def pull(
         copied = _fetch(store, bundle, folder, wanted, own, linkable, done)
         if trust:
             _check_blake3(bundle, folder, wanted)
-        _put_in_place(folder, dest, added)
+        if added:
+            _put_in_place(folder, dest, added)
     return Pulled(bundle=bundle, files=files, added=added, copied=copied)
 
 
@@ -169,16 +178,26 @@ def _there(dest: Path, bundle: Bundle, files: Mapping[str, FileEntry]) -> list[s
 def _outside(dest: Path, names: Iterable[str]) -> set[str]:
     """Which of these files have other names than these, or are symbolic links.
 
-    A pull that was interrupted may have given them names in its private folder.
+    A pull that was interrupted may have given them names in its private folder; one that goes on
+    gives and takes names meanwhile.
     """
-    infos = {name: (dest / name).lstat() for name in names}
-    private = [path.lstat() for path in _outer(dest).rglob("*")]
-    counts = Counter((info.st_dev, info.st_ino) for info in [*infos.values(), *private])
-    return {
-        name
-        for name, info in infos.items()
-        if info.st_nlink > counts[info.st_dev, info.st_ino] or stat.S_ISLNK(info.st_mode)
-    }
+    for _ in range(4):
+        infos = {name: (dest / name).lstat() for name in names}
+        counts: Counter[tuple[int, int]] = Counter()
+        for top in (_outer(dest), dest):  # names move from the first to the second
+            for folder, _folders, files in os.walk(top):
+                for file in files:
+                    with suppress(FileNotFoundError):
+                        info = os.lstat(os.path.join(folder, file))
+                        counts[info.st_dev, info.st_ino] += 1
+        found = {
+            name
+            for name, info in infos.items()
+            if info.st_nlink > counts[info.st_dev, info.st_ino] or stat.S_ISLNK(info.st_mode)
+        }
+        if not found:
+            break
+    return found
 
 
 def _check_there(dest: Path, files: Mapping[str, FileEntry], done: Done) -> None:
@@ -199,7 +218,9 @@ def _check_blake3(bundle: Bundle, folder: Path, files: Mapping[str, FileEntry]) 
         info = (folder / name).stat()
         same = info.st_dev, info.st_ino
         if same not in hashes:
-            hashes[same] = signing.blake3_chunks(folder / name, entry.size)
+            hashes[same] = signing.blake3_chunks(
+                open_regular(folder / name), entry.size, folder / name
+            )
         pairs = zip(bundle.blake3[name], hashes[same], strict=True)
         for index, (wanted, found) in enumerate(pairs):
             if wanted != found:

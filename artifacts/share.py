@@ -48,7 +48,7 @@ def share(source: int, path: Path, may_link: MayLink) -> bool:
         new, acl = os.fstat(target), _acl(target)
     finally:
         os.close(target)
-    path.unlink()
+    path.unlink(missing_ok=True)
     info = os.fstat(source)
     readers = new.st_mode & 0o444
     others = readers & stat.S_IRGRP and new.st_gid != info.st_gid

@@ -240,14 +240,14 @@ def hasher() -> "blake3":
     return blake3()
 
 
-def blake3_chunks(path: Path, size: int) -> list[str]:
-    """BLAKE3, hex, of each 64 MiB chunk of a file of `size` bytes.
+def blake3_chunks(fd: int, size: int, where: object) -> list[str]:
+    """BLAKE3, hex, of each 64 MiB chunk of an open file of `size` bytes, which is closed.
 
-    Raises ArtifactError if the file has another size.
+    Raises ArtifactError, which names it `where`, if it has another size.
     """
     out: list[str] = []
     view = memoryview(bytearray(_PIECE))
-    with open(path, "rb", buffering=0) as file:
+    with open(fd, "rb", buffering=0) as file:
         found = os.fstat(file.fileno()).st_size
         for start in range(0, size if found == size else 0, CHUNK_BYTES):
             state = hasher()
@@ -260,5 +260,5 @@ def blake3_chunks(path: Path, size: int) -> list[str]:
                 break
             out.append(state.hexdigest())
     if found != size:
-        raise ArtifactError(f"{path} is damaged", expected=f"{size} bytes", found=found)
+        raise ArtifactError(f"{where} is damaged", expected=f"{size} bytes", found=found)
     return out

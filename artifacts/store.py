@@ -6,7 +6,7 @@
     bundles/<sha256>.<id>.sig   a signature of a bundle's bytes
     tags/<name>             a bundle's sha256 and a newline
     leases/<random>.json    objects that a publish under way relies on
-    trash/                  objects and bundles that are about to be deleted: nobody may need them
+    trash/                  what may be deleted, while it is decided whether anybody needs it
 
 Everything gets its final name in one step and when it is whole. No locks: shared file systems do
 not all have them. This module reads only; a reader needs no right to write.
@@ -15,11 +15,14 @@ not all have them. This module reads only; a reader needs no right to write.
 import hashlib
 import os
 import re
+import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from dsv2mk.artifacts.hashing import chunk_range, digest_of, hash_range
 from dsv2mk.manifests.bundle import SHA256, Bundle
@@ -34,10 +37,18 @@ STORE_FILE = canonical_json({"schema": STORE_SCHEMA})
 
 #: An object's name.
 DIGEST = re.compile(r"[0-9a-f]{32}")
-#: Ending of an object's name in trash/ when it is about to be deleted.
+#: Ending of a name in trash/ that only one process has.
 DYING = "dying"
 #: What may stand for a bundle's name: its first digits, all of them at most.
 PREFIX = re.compile(r"[0-9a-f]{8,64}")
+#: A bundle's file, as it is named in bundles/ and in trash/.
+_BUNDLE = re.compile(rf"\.?([0-9a-f]{{64}})\.json(?:\.[0-9a-f]{{16}}\.{DYING})?")
+#: How often something is looked for that others take to the trash and back.
+_LOOKS = 10
+#: Seconds before looks at a tag whose bundle is not there: somebody may just publish it again.
+_WAITS = (0, 0.01, 0.03, 0.1, 0.3)
+Found = TypeVar("Found")
+
 #: Longer than any tag and any bundle.
 _LIMIT = 1 << 30
 
@@ -75,10 +86,14 @@ class Store:
         """Where an object, or a bundle's file, is while it is decided whether anybody needs it."""
         return self.path / "trash" / name
 
-    def trashed(self, digest: str) -> list[Path]:
-        """Where an object may be in the trash."""
-        place = self.trash_place(digest)
-        return [place, *place.parent.glob(f".{digest}.*.{DYING}")]
+    def dying(self, name: str) -> Path:
+        """A place in the trash that no other process has, for a file of this name."""
+        return self.trash_place(f".{name}.{secrets.token_hex(8)}.{DYING}")
+
+    def trashed(self, name: str) -> list[Path]:
+        """Where an object, or a bundle's file, may be in the trash."""
+        place = self.trash_place(name)
+        return [place, *place.parent.glob(f".{name}.*.{DYING}")]
 
     def object_path(self, digest: str) -> Path:
         """Where an object is; where it belongs, if there is none."""
@@ -107,19 +122,18 @@ class Store:
         """Where a bundle belongs."""
         return self.path / "bundles" / f"{digest}.json"
 
-    def bundle_digests(self, trash: bool = False) -> list[str]:
-        """Names of all bundles, damaged or not; with those that are about to be deleted, or not."""
-        names = _names(self.path / "bundles")
-        if trash:  # one may be put back while we look
-            names += _names(self.path / "trash") + _names(self.path / "bundles")
-        found = {name.removesuffix(".json") for name in names if name.endswith(".json")}
-        return sorted(name for name in found if SHA256.fullmatch(name))
+    def bundle_digests(self) -> list[str]:
+        """Names of all bundles, damaged or not, also of those that are about to be deleted."""
+        folders = ("bundles", "trash", "bundles")  # one may be put back while we look
+        names = [name for folder in folders for name in _names(self.path / folder)]
+        return sorted({match[1] for name in names if (match := _BUNDLE.fullmatch(name))})
 
     def has_bundle(self, digest: str) -> bool:
         """Whether a bundle is there, be it about to be deleted."""
         place = self.bundle_place(digest)
-        trash = self.trash_place(place.name)
-        return any(place.exists() or trash.exists() for _ in range(4))  # it may be on the move
+        return any(  # it may be on the move
+            path.exists() for _ in range(_LOOKS) for path in [place, *self.trashed(place.name)]
+        )
 
     def signature_places(self, digest: str) -> list[Path]:
         """Signatures of a bundle."""
@@ -132,7 +146,7 @@ class Store:
         path = self.bundle_place(digest)
         fix = "Publish it again, or remove it: dsv2mk rm STORE DIGEST"
         try:
-            with open(_open_first(path, lambda: [self.trash_place(path.name)]), "rb") as file:
+            with open(_open_first(path, lambda: self.trashed(path.name)), "rb") as file:
                 encoded = file.read(_LIMIT)
         except OSError as error:
             raise ArtifactError(f"bundle {path}: {error.strerror}", fix=fix) from None
@@ -159,6 +173,21 @@ class Store:
         check_digests(files, f"bundle {bundle.digest}")
         return files
 
+    def if_there(self, digest: str, read: Callable[[Bundle], Found]) -> Found | None:
+        """What `read` gives of a bundle, by its whole name; None if it is removed meanwhile.
+
+        Raises ArtifactError if it, or what `read` needs of it, is damaged.
+        """
+        for attempt in range(_LOOKS):  # it may be on the move
+            try:
+                return read(self.bundle(digest))
+            except ArtifactError:
+                if not self.has_bundle(digest):
+                    break
+                if attempt == _LOOKS - 1:
+                    raise
+        return None
+
     def read(self, bundle: Bundle, name: str, entry: FileEntry) -> bytes:
         """A small file of a bundle, checked. Raises ArtifactError."""
         try:
@@ -170,6 +199,16 @@ class Store:
             raise self.damage(bundle, name, entry, f"cannot be read: {error.strerror}") from None
 
     # ---- tags ----
+
+    def dangling(self, name: str, digest: str) -> bool:
+        """Whether a tag names a bundle that is not there, and still does."""
+        with suppress(OSError, ArtifactError):
+            for wait in _WAITS:
+                time.sleep(wait)
+                if self.has_bundle(digest) or self.tag(name) != digest:
+                    return False
+            return True
+        return False
 
     def tag_names(self) -> list[str]:
         """Names of all tags, damaged or not."""
@@ -207,23 +246,24 @@ class Store:
         Raises ArtifactError if there is none, saying what there is; UsageError for several.
         """
         digest = None
-        if FILE_NAME.fullmatch(name):
+        for wait in _WAITS if FILE_NAME.fullmatch(name) else ():
+            time.sleep(wait)
             try:
                 digest = self.tag(name)
             except FileNotFoundError:
-                pass
+                digest = None
+                break
             except OSError as error:
                 raise ArtifactError(f"tag {self.path / 'tags' / name}: {error.strerror}") from None
+            if self.has_bundle(digest):
+                return digest
         if digest is not None:
-            if not self.has_bundle(digest):
-                raise ArtifactError(
-                    f"tag {name} of {self.path} names bundle {digest}, which is not there",
-                    fix="Publish it again: dsv2mk publish DIR STORE --tag NAME",
-                )
-            return digest
-        fitting = [
-            d for d in self.bundle_digests() if PREFIX.fullmatch(name) and d.startswith(name)
-        ]
+            raise ArtifactError(
+                f"tag {name} of {self.path} names bundle {digest}, which is not there",
+                fix="Publish it again: dsv2mk publish DIR STORE --tag NAME",
+            )
+        there = self.bundle_digests() if PREFIX.fullmatch(name) else []
+        fitting = [digest for digest in there if digest.startswith(name)]
         if len(fitting) > 1:
             raise UsageError(f"{name} stands for several bundles: {', '.join(fitting)}")
         if not fitting:
@@ -312,12 +352,13 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 def _open_first(place: Path, trash: Callable[[], list[Path]]) -> int:
     """Open a file where it belongs, or else in the trash."""
-    with suppress(FileNotFoundError):
-        return open_regular(place)
-    for path in trash():
+    for _ in range(_LOOKS):  # it may be on the move
         with suppress(FileNotFoundError):
-            return open_regular(path)
-    return open_regular(place)  # it has just been put back
+            return open_regular(place)
+        for path in trash():
+            with suppress(FileNotFoundError):
+                return open_regular(path)
+    return open_regular(place)
 
 
 def read_regular(path: Path, limit: int = _LIMIT, flags: int = 0) -> bytes:

@@ -192,8 +192,10 @@ def ls(words: tuple[str]) -> Report:
     for digest in store.bundle_digests():
         own = sorted(name for name, named in tags.items() if named == digest)
         try:
-            bundle = store.bundle(digest)
-            manifest = store.manifest(bundle)
+            found = store.if_there(digest, lambda bundle: (bundle, store.manifest(bundle)))
+            if found is None:
+                continue  # it was removed meanwhile
+            bundle, manifest = found
             objects = unique(bundle.table(manifest)).values()
         except ArtifactError as error:
             problems[str(store.bundle_place(digest))] = str(error)
@@ -212,7 +214,7 @@ def ls(words: tuple[str]) -> Report:
         shown.append("yes" if entry["signed"] else "no")
         rows += [[name, digest[:16], bundle.artifact[:16], *shown] for name in own or ["-"]]
     for name, named in tags.items():
-        if isinstance(named, str) and not store.has_bundle(named):
+        if isinstance(named, str) and store.dangling(name, named):
             problems[str(store.path / "tags" / name)] = f"names bundle {named}, which is missing"
     text = table_text(rows, frozenset((3, 5))) if bundles else "no bundles"
     return Report(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def load_weights(
         name, start = artifact.locate(rank, layout.part(part)[0])
         sources.append(
             Source(
-                path=artifact.file_path(name),
+                open=partial(artifact.open_file, name),
                 label=artifact.label(name),
                 start=start,
                 end=start + part_bytes(layout, part),
@@ -112,8 +112,8 @@ def load_weights(
 class Source:
     """A file whose bytes from `start` to `end`, its last, go to the start of a uint8 tensor."""
 
-    path: Path
-    label: str  # for messages
+    open: Callable[[], int]  # gives a descriptor
+    label: str  # for messages; no two files have one
     start: int
     end: int
     target: Tensor
@@ -187,14 +187,14 @@ def _copy_chunks(
             for buffer in buffers
         ]
     )
-    opened: dict[Path, int] = {}
+    opened: dict[str, int] = {}
     seconds = 0.0
     try:
         for source, index in chunks:
-            path, target, first = source.path, source.target, source.start
-            if path not in opened:
-                opened[path] = _open(source)
-            fd = opened[path]
+            target, first = source.target, source.start
+            if source.label not in opened:
+                opened[source.label] = _open(source)
+            fd = opened[source.label]
             start = index * CHUNK_BYTES
             end = min(start + CHUNK_BYTES, source.end)
             state = source.new_hash() if index in source.wanted else None
@@ -235,7 +235,7 @@ def _pinned(count: int) -> Tensor:
 
 def _open(source: Source) -> int:
     try:
-        return os.open(source.path, os.O_RDONLY)
+        return source.open()
     except OSError as error:
         raise _unreadable(source, error) from None
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import Call, flip_byte, slow_but, state
-from stores import add_cubin, files_of, name_of, object_at, objects_of, offered, put, variant
+from stores import add_cubin, age, files_of, name_of, object_at, objects_of, offered, put, variant
 
 from dsv2mk.artifacts import collect as collect_module
 from dsv2mk.artifacts.collect import Collected, collect, remove
@@ -36,14 +37,6 @@ def two(artifact: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def store(two: Path) -> Path:
     return two / "store"
-
-
-def age(store: Path, seconds: float) -> None:
-    """Let every file be that old."""
-    then = time.time() - seconds
-    for path in store.rglob("*"):
-        if path.is_file():
-            os.utime(path, (then, then))
 
 
 def gc(store: Path, grace: float = DAY, **options: Any) -> Collected:
@@ -318,15 +311,15 @@ def test_another_collection_ends_what_a_third_left(
         path.rename(store / "trash" / f".{path.name}.0123456789abcdef.dying")
     later = time.time() + 2 * DAY
     monkeypatch.setattr(collect_module, "_now", lambda *_: later)
-    real, ended = collect_module.restore, []
+    real, ended = collect_module.put_back, []
 
-    def restore(store: Store, digest: str) -> bool:
+    def put_back(store: Store, trashed: Path, path: Path) -> None:
         if not ended:
-            ended.append(digest)
+            ended.append(trashed)
             gc(store.path)
-        return real(store, digest)
+        real(store, trashed, path)
 
-    monkeypatch.setattr(collect_module, "restore", restore)
+    monkeypatch.setattr(collect_module, "put_back", put_back)
     assert gc(store).objects == []
     assert ended
     assert objects_of(store) == moved
@@ -395,7 +388,7 @@ def test_a_bundle_that_is_tagged_while_it_is_removed_stays(
     digest = (store / "tags" / "v1").read_text().strip()
     seen = at_removal(monkeypatch, lambda: set_tag(Store(store), "v3", digest))
     assert remove(Store(store), "v1") == (["v1"], None)
-    assert seen == [f"{digest}.json"]
+    assert re.fullmatch(rf"\.{digest}\.json\.[0-9a-f]{{16}}\.dying", seen[0])
     assert offered(store, "v3") == files_of(two / "artifact")
     assert list((store / "trash").iterdir()) == []
 
@@ -416,7 +409,7 @@ def test_whoever_tags_what_is_being_removed_puts_it_back(
     monkeypatch.setattr(
         Store, "tags", lambda self: {n: d for n, d in real(self).items() if n != "v3"}
     )
-    assert remove(Store(store), "v1") == (["v1"], digest)
+    assert remove(Store(store), "v1") == (["v1"], None)
     assert seen
     monkeypatch.undo()
     assert offered(store, "v3") == files_of(two / "artifact")

@@ -483,6 +483,10 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # ---- BLAKE3 ----
 
 
+def chunks_of(path: Path, size: int) -> list[str]:
+    return blake3_chunks(os.open(path, os.O_RDONLY), size, path)
+
+
 @pytest.mark.parametrize("count", BLAKE3)
 def test_the_vectors_of_blake3(count: int) -> None:
     data = pattern(count)
@@ -505,7 +509,7 @@ def test_chunks_of_a_file(
     (tmp_path / "file").write_bytes(data)
     expected = [blake3_of(data[start : start + 1024]) for start in range(0, count, 1024)]
     assert len(expected) == -(-count // 1024)
-    assert blake3_chunks(tmp_path / "file", count) == expected
+    assert chunks_of(tmp_path / "file", count) == expected
 
 
 def test_a_chunk_has_64_mib(tmp_path: Path) -> None:
@@ -513,7 +517,7 @@ def test_a_chunk_has_64_mib(tmp_path: Path) -> None:
     path.touch()
     os.truncate(path, (64 << 20) + 1)
     assert CHUNK_BYTES == 64 << 20
-    assert blake3_chunks(path, (64 << 20) + 1) == [blake3_of(bytes(64 << 20)), BLAKE3[1]]
+    assert chunks_of(path, (64 << 20) + 1) == [blake3_of(bytes(64 << 20)), BLAKE3[1]]
 
 
 @pytest.mark.parametrize("size", [0, 99, 101, 1 << 50])
@@ -521,7 +525,7 @@ def test_a_file_of_another_size_is_damaged(size: int, tmp_path: Path) -> None:
     path = tmp_path / "shard"
     path.write_bytes(pattern(100))
     with pytest.raises(ArtifactError, match=f"shard is damaged: expected {size} bytes, found 100"):
-        blake3_chunks(path, size)
+        chunks_of(path, size)
 
 
 def test_a_file_that_shrinks_meanwhile_is_damaged(
@@ -538,7 +542,7 @@ def test_a_file_that_shrinks_meanwhile_is_damaged(
 
     monkeypatch.setattr(signing, "hasher", shrinking)
     with pytest.raises(ArtifactError, match="expected 200 bytes, found 100"):
-        blake3_chunks(path, 200)
+        chunks_of(path, 200)
 
 
 # ---- the packages ----
@@ -558,7 +562,7 @@ def test_without_a_package(
             lambda: sign(BUNDLE, private),
             lambda: check(BUNDLE, [signature], [public]),
         ],
-        "blake3": [hasher, lambda: blake3_of(b""), lambda: blake3_chunks(private, 119)],
+        "blake3": [hasher, lambda: blake3_of(b""), lambda: chunks_of(private, 119)],
     }
     assert private.stat().st_size == 119
     for name in [name for name in sys.modules if name.split(".")[0] == package]:

@@ -168,7 +168,8 @@ def test_a_pull_that_is_killed(add: bool, how: list[str], place: Path, tmp_path:
 
 
 def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
-    """Two publish, prove and remove what shares shards; two collect; one reads what stays.
+    """Two publish, prove and remove what shares shards; two collect; one reads what stays,
+    and one looks at all that is there.
 
     Every other time files are linked rather than copied.
 
@@ -225,11 +226,18 @@ def test_all_at_once_lose_nothing(place: Path, tmp_path: Path) -> None:
         assert verified.code == 0, verified
         return str(pulled(("p0", "p1")[number % 2], tmp_path / "maybe", number))
 
+    def looks(number: int) -> str:
+        """What is removed meanwhile is not damage."""
+        for command in ("ls", "verify"):
+            done = call(command, store)
+            assert done.code == 0, done
+        return "right"
+
     works = {"p0": publishes("p0"), "p1": publishes("p1"), "gc": collects, "gc2": collects}
-    works |= {"reader": reads}
+    works |= {"reader": reads, "looker": looks}
     logs = {name: tmp_path / f"{name}.json" for name in works}
     pids = [loop(work, seconds, logs[name]) for name, work in works.items()]
-    assert [wait(pid) for pid in pids] == [0] * 5
+    assert [wait(pid) for pid in pids] == [0] * 6
     counts = {name: json.loads(log.read_text()) for name, log in logs.items()}
     print(json.dumps(counts))
     assert min(sum(found.values()) for found in counts.values()) >= 20, counts
