@@ -214,7 +214,7 @@ def check_store(
         for tag, found in store.tags().items():
             if isinstance(found, ArtifactError):
                 problems[str(store.path / "tags" / tag)] = str(found)
-            elif store.dangling(tag, found):
+            elif store.dangling(tag):
                 problems[str(store.path / "tags" / tag)] = f"names bundle {found}, which is missing"
     for digest in entries:
         if not store.object_place(digest).exists():

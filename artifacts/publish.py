@@ -86,7 +86,8 @@ def publish(
     extra = {name: _entry_of(data) for name, (_, data) in sources.items()}
     paths = {name: path for name, (path, _) in sources.items()}
     paths |= {name: folder / name for name in manifest.files}
-    files = make_bundle(manifest, extra).table(manifest)
+    bundle = make_bundle(manifest, extra)
+    files = bundle.table(manifest)
     check_digests(files, folder / MANIFEST_NAME)
     if sign is not None:
         from dsv2mk.artifacts import signing
@@ -94,15 +95,13 @@ def publish(
         signing.load_private(sign)  # refused before anything is copied
     with space_errors(store.path, lambda: 1 << 20), _lease(store, files):
         work = _Objects(store, files, paths, manifest.files if links else (), done)
-        work.settle()
-        bundle = make_bundle(manifest, extra)
         signatures: dict[str, bytes] = {}
         if sign is not None:
             hashes = None
             while hashes is None:
+                work.settle()
                 with suppress(FileNotFoundError):  # we slept, and a collection took one
                     hashes = _blake3(store, files)
-                work.settle()
             bundle = make_bundle(manifest, extra, hashes)
             key, signature = signing.sign(bundle.encoded, sign)
             signatures[f"{bundle.digest}.{key}.sig"] = signature

@@ -200,16 +200,6 @@ class Store:
 
     # ---- tags ----
 
-    def dangling(self, name: str, digest: str) -> bool:
-        """Whether a tag names a bundle that is not there, and still does."""
-        with suppress(OSError, ArtifactError):
-            for wait in _WAITS:
-                time.sleep(wait)
-                if self.has_bundle(digest) or self.tag(name) != digest:
-                    return False
-            return True
-        return False
-
     def tag_names(self) -> list[str]:
         """Names of all tags, damaged or not."""
         return sorted(name for name in _names(self.path / "tags") if FILE_NAME.fullmatch(name))
@@ -225,6 +215,25 @@ class Store:
                 fix=f"Name the bundle again: dsv2mk tag STORE DIGEST {name}",
             )
         return digest
+
+    def settled_tag(self, name: str) -> tuple[str, bool]:
+        """The bundle that a tag names, and whether it is there; it is waited for a little.
+
+        Raises ArtifactError for a damaged tag, OSError.
+        """
+        digest = ""
+        for wait in _WAITS:
+            time.sleep(wait)
+            digest = self.tag(name)
+            if self.has_bundle(digest):
+                return digest, True
+        return digest, False
+
+    def dangling(self, name: str) -> bool:
+        """Whether a tag names a bundle that is not there."""
+        with suppress(OSError, ArtifactError):  # it was removed meanwhile, or written anew
+            return not self.settled_tag(name)[1]
+        return False
 
     def tags(self) -> dict[str, str | ArtifactError]:
         """Every tag, with the bundle that it names or what is wrong with it."""
@@ -245,23 +254,19 @@ class Store:
 
         Raises ArtifactError if there is none, saying what there is; UsageError for several.
         """
-        digest = None
-        for wait in _WAITS if FILE_NAME.fullmatch(name) else ():
-            time.sleep(wait)
+        if FILE_NAME.fullmatch(name):
             try:
-                digest = self.tag(name)
+                digest, is_there = self.settled_tag(name)
+                if is_there:
+                    return digest
+                raise ArtifactError(
+                    f"tag {name} of {self.path} names bundle {digest}, which is not there",
+                    fix="Publish it again: dsv2mk publish DIR STORE --tag NAME",
+                )
             except FileNotFoundError:
-                digest = None
-                break
+                pass  # it is no tag
             except OSError as error:
                 raise ArtifactError(f"tag {self.path / 'tags' / name}: {error.strerror}") from None
-            if self.has_bundle(digest):
-                return digest
-        if digest is not None:
-            raise ArtifactError(
-                f"tag {name} of {self.path} names bundle {digest}, which is not there",
-                fix="Publish it again: dsv2mk publish DIR STORE --tag NAME",
-            )
         there = self.bundle_digests() if PREFIX.fullmatch(name) else []
         fitting = [digest for digest in there if digest.startswith(name)]
         if len(fitting) > 1:

@@ -214,7 +214,7 @@ def ls(words: tuple[str]) -> Report:
         shown.append("yes" if entry["signed"] else "no")
         rows += [[name, digest[:16], bundle.artifact[:16], *shown] for name in own or ["-"]]
     for name, named in tags.items():
-        if isinstance(named, str) and store.dangling(name, named):
+        if isinstance(named, str) and store.dangling(name):
             problems[str(store.path / "tags" / name)] = f"names bundle {named}, which is missing"
     text = table_text(rows, frozenset((3, 5))) if bundles else "no bundles"
     return Report(

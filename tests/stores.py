@@ -21,6 +21,8 @@ from dsv2mk.artifacts.store import Store
 from dsv2mk.manifests import manifest as manifest_module
 from dsv2mk.manifests.manifest import CHUNK_BYTES, Manifest, make_manifest
 
+#: Seconds, for which objects that nobody names are kept.
+DAY = 86400
 #: Divides no file's size: of some files the last chunk is a short one.
 CHUNK = 20_000
 
@@ -50,6 +52,16 @@ def variant(folder: Path, out: Path, text: str) -> Path:
     (out / "generation_config.json").write_text(json.dumps({"note": text}))
     manifest_again(out)
     return out
+
+
+def put_two(artifact: Path, folder: Path) -> Path:
+    """Artifacts `artifact` and `other` in a folder, and a day-old `store` with both: `v1`, `v2`."""
+    other = variant(artifact, folder / "other", "b")
+    add_cubin(other)
+    put(artifact, folder / "store", "v1")
+    put(other, folder / "store", "v2")
+    age(folder / "store", DAY + 60)
+    return folder
 
 
 def add_cubin(folder: Path, arch: str = "sm_90a", cubin: bytes = CUBIN, **options: Any) -> Path:

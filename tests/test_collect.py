@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import Call, flip_byte, slow_but, state
-from stores import add_cubin, age, files_of, name_of, object_at, objects_of, offered, put, variant
+from stores import DAY, files_of, name_of, object_at, objects_of, offered, put, put_two, variant
 
 from dsv2mk.artifacts import collect as collect_module
 from dsv2mk.artifacts.collect import Collected, collect, remove
@@ -20,18 +20,11 @@ from dsv2mk.artifacts.publish import put_bundle, retag, set_tag
 from dsv2mk.artifacts.store import Store
 from dsv2mk.manifests.errors import ArtifactError
 
-DAY = 86400
-
 
 @pytest.fixture
 def two(artifact: Path, tmp_path: Path) -> Path:
     """A folder with artifacts `artifact` and `other`, and a store with both, a day old."""
-    other = variant(artifact, tmp_path / "other", "b")
-    add_cubin(other)
-    put(artifact, tmp_path / "store", "v1")
-    put(other, tmp_path / "store", "v2")
-    age(tmp_path / "store", DAY + 60)
-    return tmp_path
+    return put_two(artifact, tmp_path)
 
 
 @pytest.fixture

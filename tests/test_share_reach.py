@@ -218,14 +218,19 @@ def test_what_was_made_writable_is_not_any_more(source: Path, tmp_path: Path) ->
         assert modes(store / "objects") == {0o444}
 
 
+def signed(source: Path, folder: Path) -> tuple[Path, Path, Path]:
+    """A store with a signed bundle, a place to pull to, and the public key."""
+    private, public = signing.make_keys(folder, "key")
+    publish(source, folder / "store", sign=private)
+    return folder / "store", folder / "out", public
+
+
 @pytest.mark.parametrize("keys", [True, False])
 def test_no_file_is_linked_to_one_that_is_linked_to_the_store(
     keys: bool, source: Path, tmp_path: Path
 ) -> None:
     """A rank that was pulled before has a part that another rank needs too."""
-    private, public = signing.make_keys(tmp_path, "key")
-    store, out = tmp_path / "store", tmp_path / "out"
-    publish(source, store, sign=private)
+    store, out, public = signed(source, tmp_path)
     get(store, out, rank=0)
     if keys:
         with pytest.raises(UsageError, match="is a link to a file elsewhere"):
@@ -242,9 +247,7 @@ def test_a_pull_with_keys_that_was_stopped_is_taken_up(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has linked what the ranks share, in its private folder."""
-    private, public = signing.make_keys(tmp_path, "key")
-    store, out = tmp_path / "store", tmp_path / "out"
-    publish(source, store, sign=private)
+    store, out, public = signed(source, tmp_path)
     get(store, out, trust=[public], rank=0)
 
     def stop(*_: Any) -> None:
@@ -265,9 +268,7 @@ def test_a_pull_with_keys_that_was_stopped_is_taken_up(
 def test_a_symbolic_link_in_a_folder_is_not_trusted_nor_linked(
     absolute: bool, source: Path, tmp_path: Path
 ) -> None:
-    private, public = signing.make_keys(tmp_path, "key")
-    store, out = tmp_path / "store", tmp_path / "out"
-    publish(source, store, sign=private)
+    store, out, public = signed(source, tmp_path)
     get(store, out, rank=0, trust=[public])
     shared = out / "rank-00.replicated.safetensors"
     data = shared.read_bytes()
@@ -282,9 +283,7 @@ def test_a_symbolic_link_in_a_folder_is_not_trusted_nor_linked(
 
 
 def test_files_of_a_folder_may_be_links_among_themselves(source: Path, tmp_path: Path) -> None:
-    private, public = signing.make_keys(tmp_path, "key")
-    store, out = tmp_path / "store", tmp_path / "out"
-    publish(source, store, sign=private)
+    store, out, public = signed(source, tmp_path)
     get(store, out, trust=[public], rank=0)
     get(store, out, trust=[public])
     names = [out / f"rank-0{rank}.replicated.safetensors" for rank in (0, 1)]

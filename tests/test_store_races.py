@@ -13,7 +13,7 @@ import pytest
 import torch
 from actors import Actor, hook, of, onto
 from store_children import call
-from stores import add_cubin, age, files_of, hidden, object_at, offered, put, variant
+from stores import DAY, age, files_of, hidden, object_at, offered, put, put_two, variant
 
 from dsv2mk.artifacts import publish as publish_module
 from dsv2mk.artifacts import signing
@@ -25,18 +25,13 @@ from dsv2mk.artifacts.store import Store
 from dsv2mk.manifests.errors import ArtifactError
 from dsv2mk.runner import load
 
-DAY = 86400
 TRASH = "/trash/"
 
 
 @pytest.fixture
 def two(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Artifacts `artifact` and `other`, a `store` with both, a day old: `v1` and `v2`."""
-    other = variant(artifact, tmp_path / "other", "b")
-    add_cubin(other)
-    put(artifact, tmp_path / "store", "v1")
-    put(other, tmp_path / "store", "v2")
-    age(tmp_path / "store", DAY + 60)
+    """As `put_two`, a day old; calls may stand still."""
+    put_two(artifact, tmp_path)
     hook(monkeypatch)
     return tmp_path
 
@@ -48,8 +43,7 @@ def store(two: Path) -> Store:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, Path]:
-    private, public = signing.make_keys(tmp_path, "key")[:2]
-    return private, public
+    return signing.make_keys(tmp_path, "key")
 
 
 def sign(two: Path, tag: str, keys: tuple[Path, Path]) -> str:
